@@ -1,0 +1,229 @@
+"""What to make: frozen, validated descriptions that every other part reads.
+
+Nothing here knows torch or how anything runs. A field that cannot work raises ``ValueError``
+naming the field, its value, the bound and the remedy.
+"""
+
+from dataclasses import dataclass, field
+
+SPATIAL_FACTOR = 8  # the Wan VAE's spatial stride
+TEMPORAL_FACTOR = 4  # the Wan VAE's temporal stride; the first latent frame is one video frame
+SIZE_STEP = 16  # VAE stride x the transformer's 2x2 patch
+LATENT_CHANNELS = 16
+
+
+def _nearest_multiple(value: int, step: int) -> int:
+    return max(step, round(value / step) * step)
+
+
+def _at_least(name: str, value: int, bound: int, remedy: str) -> None:
+    if value < bound:
+        raise ValueError(f"{name}={value} is below {bound}; {remedy}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoShape:
+    """The size of a video in pixels and latent frames."""
+
+    width: int
+    """Pixels, a multiple of 16."""
+    height: int
+    """Pixels, a multiple of 16."""
+    latent_frames: int
+    """VAE time steps; n of them decode to 4n-3 video frames."""
+    fps: float = 16.0
+    """Video frames per second."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("width", self.width), ("height", self.height)):
+            if value < SIZE_STEP or value % SIZE_STEP:
+                nearest = _nearest_multiple(value, SIZE_STEP)
+                raise ValueError(
+                    f"{name}={value} is not a positive multiple of {SIZE_STEP}; use {name}={nearest}"
+                )
+        _at_least("latent_frames", self.latent_frames, 1, "use latent_frames=1 or more")
+        if not 0 < self.fps <= 240:
+            raise ValueError(f"fps={self.fps} is outside (0, 240]; Wan models are made for fps=16")
+
+    @classmethod
+    def from_seconds(cls, seconds: float, *, width: int, height: int, fps: float = 16.0) -> "VideoShape":
+        """Choose the latent length whose 4n-3 video frames come nearest to ``seconds``."""
+        if not seconds > 0:
+            raise ValueError(f"seconds={seconds} is not above 0; use seconds={1 / fps:g} (one frame) or more")
+        steps = round((seconds * fps - 1) / TEMPORAL_FACTOR)
+        return cls(width=width, height=height, latent_frames=max(0, steps) + 1, fps=fps)
+
+    @classmethod
+    def from_video_frames(cls, frames: int, *, width: int, height: int, fps: float = 16.0) -> "VideoShape":
+        """Take a video frame count, which must be 4n+1."""
+        if frames < 1 or (frames - 1) % TEMPORAL_FACTOR:
+            below = max(1, (frames - 1) // TEMPORAL_FACTOR * TEMPORAL_FACTOR + 1)
+            raise ValueError(f"frames={frames} is not 4n+1; use frames={below} or frames={below + TEMPORAL_FACTOR}")
+        return cls(width=width, height=height, latent_frames=(frames - 1) // TEMPORAL_FACTOR + 1, fps=fps)
+
+    @property
+    def video_frames(self) -> int:
+        return TEMPORAL_FACTOR * (self.latent_frames - 1) + 1
+
+    @property
+    def seconds(self) -> float:
+        return self.video_frames / self.fps
+
+    @property
+    def latent_height(self) -> int:
+        return self.height // SPATIAL_FACTOR
+
+    @property
+    def latent_width(self) -> int:
+        return self.width // SPATIAL_FACTOR
+
+    @property
+    def tokens_per_frame(self) -> int:
+        return (self.height // SIZE_STEP) * (self.width // SIZE_STEP)
+
+
+def shifted_sigma(u: float, shift: float) -> float:
+    """Time-shift u in [0, 1]: sigma = s·u / (1 + (s-1)·u)."""
+    return shift * u / (1 + (shift - 1) * u)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSchedule:
+    """The denoising stages: level k is sigmas[k], level S (clean) is 0."""
+
+    shift: float = 5.0
+    """Time shift s of the flow; Wan uses 5."""
+    starts: tuple[float, ...] = (1.0, 0.75, 0.5, 0.25)
+    """Unshifted time u at which each stage starts, falling from 1."""
+
+    def __post_init__(self) -> None:
+        if not self.shift > 0:
+            raise ValueError(f"shift={self.shift} is not above 0; Wan models use shift=5")
+        falling = all(a > b for a, b in zip(self.starts, self.starts[1:], strict=False))
+        if not self.starts or self.starts[0] != 1.0 or self.starts[-1] <= 0 or not falling:
+            raise ValueError(f"starts={self.starts} must fall from 1.0 and stay above 0; use (1.0, 0.75, 0.5, 0.25)")
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.starts)
+
+    @property
+    def sigmas(self) -> tuple[float, ...]:
+        """Sigma per level 0..S; the last is 0."""
+        return (*(shifted_sigma(u, self.shift) for u in self.starts), 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnchorPlan:
+    """Clean planned latent frames at {0, stride, 2·stride, …}."""
+
+    stride: int = 10
+    """Latent frames between anchors (Δ)."""
+    block_frames: int = 3
+    """Anchors that the planner denoises together."""
+    rule: str = "nearest"
+    """Which anchors a chunk reads (Γ): nearest, aligned or floor."""
+    context: int = 3
+    """How many anchors a chunk reads."""
+
+    def __post_init__(self) -> None:
+        _at_least("anchor_stride", self.stride, 1, "use anchor_stride=10, as the paper does")
+        _at_least("block_frames", self.block_frames, 1, "use block_frames=3")
+        _at_least("context", self.context, 1, "use context=3, or no anchors at all")
+
+    def positions(self, latent_frames: int) -> tuple[int, ...]:
+        """Absolute latent index of every anchor; none lies past the last latent frame."""
+        return tuple(range(0, latent_frames, self.stride))
+
+    def blocks(self, latent_frames: int) -> tuple[tuple[int, ...], ...]:
+        """Anchor indices per block; the last block may be shorter."""
+        count = len(self.positions(latent_frames))
+        size = self.block_frames
+        return tuple(tuple(range(i, min(i + size, count))) for i in range(0, count, size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """How far back forwards read."""
+
+    chunks: int = 5
+    """Previous chunks that a chunk reads (H); the window in latent frames is (H+1)·chunk_frames."""
+    planner_blocks: int = 6
+    """Previous anchor blocks that an anchor block reads (H_P)."""
+    sink: int = 0
+    """Latent frames at the start that stay in the history for ever; they count within it."""
+
+    def __post_init__(self) -> None:
+        _at_least("history", self.chunks, 0, "use history=5, as the paper does")
+        _at_least("planner_history", self.planner_blocks, 0, "use planner_history=6, as the paper does")
+        _at_least("sink", self.sink, 0, "use sink=0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSpan:
+    """A prompt that holds from one latent frame until the next span's start."""
+
+    start: int = 0
+    """First latent frame."""
+    prompt: int = 0
+    """Index into the run's list of prompt embeddings."""
+    hard_cut: bool = False
+    """Whether history from before ``start`` is forgotten."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSpec:
+    """Everything that decides a rollout's pixels, except weights and prompt embeddings."""
+
+    shape: VideoShape
+    schedule: str = "flashforward"
+    """A name in ``graph.schedules.SCHEDULES``."""
+    chunk_frames: int = 3
+    """Latent frames the renderer denoises together; the last chunk may be shorter."""
+    stages: StageSchedule = field(default_factory=StageSchedule)
+    anchors: AnchorPlan | None = field(default_factory=AnchorPlan)
+    history: History = field(default_factory=History)
+    prompts: tuple[PromptSpan, ...] = (PromptSpan(),)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("chunk_frames", self.chunk_frames, 1, "use chunk_frames=3")
+        _at_least("seed", self.seed, 0, "use a seed of 0 or more")
+        if self.history.chunks == 0 and self.anchors is None and self.num_chunks > 1:
+            raise ValueError("history=0 reads nothing; use history >= 1 or anchors")
+        sink_chunks = -(-self.history.sink // self.chunk_frames)
+        if sink_chunks > self.history.chunks:
+            bound = self.history.chunks * self.chunk_frames
+            raise ValueError(
+                f"sink={self.history.sink} is longer than the history of {bound} latent frames; "
+                f"use sink <= {bound} or a longer history"
+            )
+        starts = [span.start for span in self.prompts]
+        if not starts or starts[0] != 0 or starts != sorted(set(starts)):
+            raise ValueError(f"prompts start at latent frames {starts}; they must rise from 0")
+        if starts[-1] >= self.shape.latent_frames:
+            raise ValueError(
+                f"a prompt starts at latent frame {starts[-1]}, past the last one "
+                f"({self.shape.latent_frames - 1}); make the video longer or drop the span"
+            )
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.shape.latent_frames // self.chunk_frames)
+
+    def chunk(self, index: int) -> range:
+        """Latent frames of chunk ``index``."""
+        start = index * self.chunk_frames
+        return range(start, min(start + self.chunk_frames, self.shape.latent_frames))
+
+    def anchor_blocks(self) -> tuple[tuple[int, ...], ...]:
+        """Anchor indices per planner block; empty without anchors."""
+        return () if self.anchors is None else self.anchors.blocks(self.shape.latent_frames)
+
+    def anchor_positions(self) -> tuple[int, ...]:
+        """Absolute latent index of every anchor; empty without anchors."""
+        return () if self.anchors is None else self.anchors.positions(self.shape.latent_frames)
+
+    def prompt_at(self, latent_frame: int) -> int:
+        """Index of the prompt that holds at ``latent_frame``."""
+        return [span.prompt for span in self.prompts if span.start <= latent_frame][-1]
