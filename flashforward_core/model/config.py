@@ -1,0 +1,125 @@
+"""Sizes of the Wan transformers that the engine runs. Nothing here imports torch: the simulator reads it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PATCH = (1, 2, 2)  # latent frames, rows and columns per token; every Wan 2.1 model
+ROPE_THETA = 10_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WanConfig:
+    """One Wan 2.1 text-to-video transformer. Source: the public Wan2.1 repository."""
+
+    name: str
+    """A key of ``MODELS`` or ``custom``; used in reports only."""
+    dim: int
+    """Width of a token."""
+    ffn_dim: int
+    """Hidden width of the feed-forward layers."""
+    num_heads: int
+    """Attention heads; each is dim / num_heads wide."""
+    num_layers: int
+    """Transformer blocks."""
+    text_dim: int = 4096
+    """Width of a prompt embedding's rows."""
+    text_len: int = 512
+    """Rows of a prompt embedding, zero-padded; all of them are attended."""
+    freq_dim: int = 256
+    """Width of the timestep's sinusoid."""
+    channels: int = 16
+    """Latent channels, in and out."""
+    eps: float = 1e-6
+    """Added to the variance in every norm."""
+
+    def __post_init__(self) -> None:
+        names = ("dim", "ffn_dim", "num_heads", "num_layers", "text_dim", "text_len", "freq_dim", "channels")
+        for name in names:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is below 1; use a positive {name}")
+        if self.dim % self.num_heads or self.head_dim % 2 or self.head_dim < 6:
+            raise ValueError(
+                f"dim={self.dim} does not give num_heads={self.num_heads} heads an even width of 6 or more; "
+                f"use dim={self.num_heads * max(6, self.head_dim + self.head_dim % 2)}"
+            )
+        if self.freq_dim % 2:
+            raise ValueError(f"freq_dim={self.freq_dim} is odd; use freq_dim={self.freq_dim + 1}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+    @property
+    def rope_pairs(self) -> tuple[int, int, int]:
+        """Rotary pairs of a head for time, height and width; together head_dim / 2."""
+        side = self.head_dim // 6
+        return self.head_dim // 2 - 2 * side, side, side
+
+    def kv_bytes_per_frame(self, tokens: int, *, element_bytes: int = 2) -> int:
+        """Bytes of one latent frame's keys and values over all blocks, at ``tokens`` per latent frame."""
+        return 2 * self.num_layers * self.dim * tokens * element_bytes
+
+    def to_diffusers(self) -> dict[str, Any]:
+        """Return the ``config.json`` of diffusers' WanTransformer3DModel, plus ``text_len`` of our own."""
+        return {
+            "_class_name": "WanTransformer3DModel",
+            "patch_size": list(PATCH),
+            "num_attention_heads": self.num_heads,
+            "attention_head_dim": self.head_dim,
+            "in_channels": self.channels,
+            "out_channels": self.channels,
+            "text_dim": self.text_dim,
+            "freq_dim": self.freq_dim,
+            "ffn_dim": self.ffn_dim,
+            "num_layers": self.num_layers,
+            "cross_attn_norm": True,
+            "qk_norm": "rms_norm_across_heads",
+            "eps": self.eps,
+            "image_dim": None,
+            "added_kv_proj_dim": None,
+            "rope_max_seq_len": 1024,
+            "text_len": self.text_len,
+        }
+
+    @classmethod
+    def from_diffusers(cls, config: Mapping[str, Any], *, name: str = "custom") -> "WanConfig":
+        """Read a diffusers ``config.json``; anything but a 16-channel Wan 2.1 T2V model raises ``ValueError``."""
+        refuse_other_models(channels_in=config["in_channels"], image_dim=config.get("image_dim"), config=config)
+        heads = config["num_attention_heads"]
+        return cls(
+            name=name,
+            dim=heads * config["attention_head_dim"],
+            ffn_dim=config["ffn_dim"],
+            num_heads=heads,
+            num_layers=config["num_layers"],
+            text_dim=config["text_dim"],
+            text_len=config.get("text_len", 512),
+            freq_dim=config["freq_dim"],
+            channels=config["in_channels"],
+            eps=config["eps"],
+        )
+
+
+def refuse_other_models(*, channels_in: int, image_dim: int | None = None, config: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` that names the model when it is not a 16-channel Wan 2.1 text-to-video transformer."""
+    found = None
+    if "vace_layers" in config or "Vace" in config.get("_class_name", ""):
+        found = "a VACE model"
+    elif channels_in == 48:
+        found = "Wan 2.2 5B (48 latent channels)"
+    elif channels_in == 36 or image_dim is not None or config.get("added_kv_proj_dim") is not None:
+        found = "an image-to-video (I2V) model"
+    elif channels_in != 16 or config.get("out_channels", 16) not in (16, None):
+        found = f"a model with {channels_in} input channels"
+    elif tuple(config.get("patch_size", PATCH)) != PATCH:
+        found = f"a model with patch_size={tuple(config['patch_size'])}"
+    if found:
+        raise ValueError(f"backbone is {found}; use a 16-channel Wan 2.1 text-to-video model")
+
+
+EMBEDDED = WanConfig(name="embedded", dim=256, ffn_dim=768, num_heads=4, num_layers=8, text_dim=128, text_len=128)
+WAN_1_3B = WanConfig(name="1.3B", dim=1536, ffn_dim=8960, num_heads=12, num_layers=30)
+WAN_14B = WanConfig(name="14B", dim=5120, ffn_dim=13824, num_heads=40, num_layers=40)
+
+MODELS = {config.name: config for config in (EMBEDDED, WAN_1_3B, WAN_14B)}
