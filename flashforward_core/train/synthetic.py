@@ -1,0 +1,246 @@
+"""Procedural landscapes with captions: endless, exactly known training clips.
+
+A scene is a sky, a sun or moon, two hill layers that scroll at different speeds and one or two
+sprites on closed-form paths. Shapes are signed distances in pixels, so edges are anti-aliased and
+any number of frames draws on any device. Legend: B clips, F frames, H rows, W columns.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WIDTH, HEIGHT, FPS = 192, 128, 16
+
+# sRGB in 0..1: sky at the top, sky at the horizon, light that tints the land
+SKIES: dict[str, tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]] = {
+    "dawn": ((0.45, 0.55, 0.85), (0.98, 0.80, 0.72), (0.95, 0.85, 0.85)),
+    "noon": ((0.25, 0.55, 0.95), (0.75, 0.90, 1.00), (1.00, 1.00, 1.00)),
+    "dusk": ((0.35, 0.20, 0.50), (0.98, 0.50, 0.25), (0.80, 0.60, 0.55)),
+    "night": ((0.02, 0.03, 0.12), (0.10, 0.14, 0.32), (0.40, 0.44, 0.60)),
+}
+HILLS: dict[str, tuple[float, float, float]] = {
+    "green": (0.30, 0.62, 0.25),
+    "brown": (0.55, 0.38, 0.22),
+    "snowy": (0.88, 0.92, 0.97),
+    "golden": (0.85, 0.68, 0.28),
+}
+COLOURS: dict[str, tuple[float, float, float]] = {
+    "red": (0.86, 0.12, 0.14),
+    "orange": (0.98, 0.55, 0.08),
+    "yellow": (0.98, 0.90, 0.20),
+    "blue": (0.12, 0.30, 0.92),
+    "purple": (0.58, 0.18, 0.78),
+    "white": (0.97, 0.97, 0.97),
+}
+KINDS = ("ball", "boat", "balloon", "bird")
+MOTIONS = ("bounces", "drifts left", "drifts right", "circles", "crosses left", "crosses right")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sprite:
+    """One moving thing; phases in turns, lengths in pixels, times in seconds."""
+
+    kind: str
+    colour: str
+    motion: str
+    radius: float
+    centre_y: float
+    period_s: float
+    phase: float
+    phase_y: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """All that a clip shows; what the caption leaves open was drawn at random."""
+
+    sky: str
+    hills: str
+    sprites: tuple[Sprite, ...]
+    light_x: float
+    light_y: float
+    ridge_phases: tuple[float, ...]
+    scroll: float
+    """Near-hill speed in pixels per second."""
+    time_s: float
+    """Scene time of the clip's first frame."""
+
+    @property
+    def caption(self) -> str:
+        movers = " and ".join(f"a{'n' if s.colour == 'orange' else ''} {s.colour} {s.kind} {s.motion}" for s in self.sprites)
+        return f"{movers} over {self.hills} hills at {self.sky}"
+
+
+def _sample_sprite(rng: random.Random, *, upper: bool) -> Sprite:
+    return Sprite(
+        kind=rng.choice(KINDS),
+        colour=rng.choice(tuple(COLOURS)),
+        motion=rng.choice(MOTIONS),
+        radius=rng.uniform(13, 17),
+        centre_y=rng.uniform(30, 48) if upper else rng.uniform(62, 88),
+        period_s=rng.uniform(7, 12),
+        phase=rng.random(),
+        phase_y=rng.random(),
+    )
+
+
+def sample_scene(seed: int) -> Scene:
+    """Draw scene number ``seed``; the same number gives the same scene everywhere."""
+    rng = random.Random(f"scene-{seed}")
+    two = rng.random() < 0.4
+    upper = rng.random() < 0.5
+    sprites = tuple(_sample_sprite(rng, upper=upper != bool(i)) for i in range(1 + two))
+    sky = rng.choice(tuple(SKIES))
+    low = sky in ("dawn", "dusk")
+    return Scene(
+        sky=sky,
+        hills=rng.choice(tuple(HILLS)),
+        sprites=sprites,
+        light_x=rng.uniform(25, 70) if sky == "dawn" else rng.uniform(120, 167) if sky == "dusk" else rng.uniform(40, 152),
+        light_y=rng.uniform(52, 60) if low else rng.uniform(18, 28),
+        ridge_phases=tuple(rng.random() for _ in range(6)),
+        scroll=rng.uniform(5, 9),
+        time_s=rng.uniform(0, 60),
+    )
+
+
+def _triangle(turns: Tensor) -> Tensor:
+    """Ping-pong 0 → 1 → 0 once a turn."""
+    return 1 - (2 * (turns % 1) - 1).abs()
+
+
+def sprite_path(sprite: Sprite, time_s: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the centre (x, y) in pixels at each time."""
+    turns = time_s / sprite.period_s + sprite.phase
+    margin = sprite.radius + 6
+    span = WIDTH - 2 * margin
+    sway = torch.sin(2 * torch.pi * (turns * 2 + sprite.phase_y))
+    if sprite.motion == "bounces":
+        hop = torch.sin(torch.pi * (turns * 4 % 1))
+        return margin + span * _triangle(turns / 2), sprite.centre_y + 18 - 36 * hop
+    if sprite.motion == "circles":
+        angle = 2 * torch.pi * turns
+        centre = WIDTH / 2 + (sprite.phase_y - 0.5) * 60
+        return centre + 40 * torch.cos(angle), sprite.centre_y + 18 * torch.sin(angle)
+    sign = -1.0 if sprite.motion.endswith("left") else 1.0
+    travelled = (sign * turns) % 1
+    x = travelled * (WIDTH + 2 * margin) - margin
+    if sprite.motion.startswith("drifts"):
+        return x, sprite.centre_y + 5 * sway
+    return x, sprite.centre_y + 22 * (2 * travelled - 1) * (1 if sprite.phase_y < 0.5 else -1)
+
+
+def _cover(distance: Tensor) -> Tensor:
+    """Anti-aliased coverage of the inside of a signed distance in pixels."""
+    return (0.5 - distance).clamp(0, 1)
+
+
+def _box(x: Tensor, y: Tensor, half_w: float | Tensor, half_h: float | Tensor) -> Tensor:
+    return torch.maximum(x.abs() - half_w, y.abs() - half_h)
+
+
+def _ellipse(x: Tensor, y: Tensor, a: float | Tensor, b: float | Tensor) -> Tensor:
+    scale = torch.sqrt((x / a) ** 2 + (y / b) ** 2)
+    return (scale - 1) * min(a, b)
+
+
+def sprite_coverage(sprite: Sprite, x: Tensor, y: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, tuple[float, ...]]:
+    """Cover pixels at offsets (x, y) from the centre: (coloured part, detail part, the detail's colour)."""
+    r = sprite.radius
+    if sprite.kind == "ball":
+        return _cover(torch.sqrt(x**2 + y**2) - r), _cover(_box(x, y, r * 0.95, 1.6)), (0.15, 0.15, 0.18)
+    if sprite.kind == "balloon":
+        basket = _cover(_box(x, y - 1.25 * r, 0.32 * r, 0.22 * r))
+        return _cover(_ellipse(x, y + 0.2 * r, 0.95 * r, 1.1 * r)), basket, (0.35, 0.22, 0.12)
+    if sprite.kind == "boat":
+        hull = torch.maximum(_ellipse(x, y - 0.1 * r, 1.35 * r, 0.8 * r), -(y - 0.1 * r))
+        sail = torch.maximum(0.86 * (x.abs() - 0.6 * (y + 1.3 * r)), y + 0.05 * r)
+        return _cover(hull), _cover(sail), (0.93, 0.90, 0.82)
+    flap = 0.55 * torch.sin(2 * torch.pi * turns)
+    wing = (y + 0.15 * r) - flap * (x.abs() - 0.3 * r)
+    wings = _ellipse(x.abs() - 0.75 * r, wing, 0.8 * r, 0.3 * r)
+    body = _ellipse(x, y, 0.55 * r, 0.38 * r)
+    beak_side = -1.0 if sprite.motion.endswith("left") else 1.0
+    beak = _box(x * beak_side - 0.62 * r, y, 0.16 * r, 0.1 * r)
+    return _cover(torch.minimum(wings, body)), _cover(beak), (0.95, 0.60, 0.10)
+
+
+def _blend(image: Tensor, cover: Tensor, colour: Tensor) -> Tensor:
+    return image + cover.unsqueeze(0) * (colour.view(3, 1, 1, 1) - image)
+
+
+def _colour(rgb: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(rgb, dtype=torch.float32, device=device)
+
+
+def _ridge(scene: Scene, x: Tensor, shift: Tensor, *, near: bool) -> Tensor:
+    """Height of a hill line (row number) at column x after scrolling by ``shift`` pixels."""
+    phases = scene.ridge_phases[3:] if near else scene.ridge_phases[:3]
+    at = (x + shift) / WIDTH * 2 * torch.pi
+    waves = sum(
+        amplitude * torch.sin(turns * at + 2 * torch.pi * phase)
+        for amplitude, turns, phase in zip((6.0, 4.0, 2.0), (1, 2, 3), phases, strict=True)
+    )
+    return (104 if near else 82) + waves
+
+
+def render_scene(scene: Scene, frames: int, *, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor]:
+    """Draw ``frames`` video frames.
+
+    Returns the video [3, F, H, W] in -1..1 and the coloured part of each sprite, visible pixels only,
+    [sprites, F, H, W] in 0..1.
+    """
+    device = torch.device(device)
+    y = torch.arange(HEIGHT, device=device, dtype=torch.float32).view(1, -1, 1)
+    x = torch.arange(WIDTH, device=device, dtype=torch.float32).view(1, 1, -1)
+    t = (scene.time_s + torch.arange(frames, device=device, dtype=torch.float32) / FPS).view(-1, 1, 1)
+    top, horizon, light = (_colour(c, device).view(3, 1, 1, 1) for c in SKIES[scene.sky])
+    image = (top + (horizon - top) * (y / 96).clamp(0, 1)).expand(3, frames, HEIGHT, WIDTH)
+
+    from_light = torch.sqrt((x - scene.light_x) ** 2 + (y - scene.light_y) ** 2)
+    disc = _colour((0.93, 0.94, 0.98) if scene.sky == "night" else (1.0, 0.95, 0.70), device)
+    image = _blend(image, 0.35 * torch.exp(-from_light / 22), disc)
+    image = _blend(image, _cover(from_light - 11), disc)
+
+    land = _colour(HILLS[scene.hills], device).view(3, 1, 1, 1) * light
+    far = _cover(_ridge(scene, x, scene.scroll * 0.4 * t, near=False) - y)
+    near = _cover(_ridge(scene, x, scene.scroll * t, near=True) - y)
+    image = _blend(image, far, (0.6 * land + 0.4 * horizon).flatten())
+    image = _blend(image, near, (0.85 * land).flatten())
+
+    masks: list[Tensor] = []
+    for sprite in scene.sprites:
+        cx, cy = sprite_path(sprite, t)
+        body, detail, detail_rgb = sprite_coverage(sprite, x - cx, y - cy, t)
+        image = _blend(image, body, _colour(COLOURS[sprite.colour], device))
+        image = _blend(image, detail, _colour(detail_rgb, device))
+        hidden = torch.maximum(body, detail)
+        masks = [mask * (1 - hidden) for mask in masks]
+        masks.append((body * (1 - detail)).expand(frames, HEIGHT, WIDTH))
+    return image * 2 - 1, torch.stack(masks)
+
+
+def render_batch(scenes: Sequence[Scene], frames: int, *, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor]:
+    """Draw several scenes: video [B, 3, F, H, W] in -1..1 and the union of the sprites [B, 1, F, H, W]."""
+    drawn = [render_scene(scene, frames, device=device) for scene in scenes]
+    return torch.stack([video for video, _ in drawn]), torch.stack([m.amax(0, keepdim=True) for _, m in drawn])
+
+
+def classify_colours(video_CFHW: Tensor, masks_SFHW: Tensor, *, min_pixels: float = 60.0) -> list[list[str | None]]:
+    """Name the nearest palette colour of each sprite in each frame; None where too little of it shows.
+
+    The mean is taken over pixels well inside the sprite, since the autoencoder's grid softens edges.
+    """
+    palette = torch.tensor(list(COLOURS.values()), device=video_CFHW.device)
+    names = list(COLOURS)
+    result: list[list[str | None]] = []
+    for mask_FHW in masks_SFHW:
+        inside = (mask_FHW > 0.99).float()
+        area = inside.sum((1, 2))
+        mean_FC = ((video_CFHW + 1) / 2 * inside).sum((2, 3)).T / area.clamp(min=1).unsqueeze(1)
+        nearest = torch.cdist(mean_FC.float(), palette).argmin(1).tolist()
+        result.append([names[i] if a >= min_pixels else None for i, a in zip(nearest, area.tolist(), strict=True)])
+    return result
