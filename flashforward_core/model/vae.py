@@ -1,0 +1,187 @@
+"""Pixels to latents and back: a streaming decoder over diffusers' Wan autoencoder.
+
+The engine passes *normalised* latents (zero mean, unit variance by ``vae.config.latents_mean/std``); ComfyUI's LATENT
+holds un-normalised ones. The autoencoder is causal in time, so decoding one latent frame at a time with its cache
+gives exactly what decoding the whole clip gives. The cache travels as an immutable ``VaeState``.
+
+Shape letters: B batch, C channels, F frames, H height, W width (latent or pixel, as the text says).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flashforward_core.specs import TEMPORAL_FACTOR
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLWan
+
+PREVIEW_FILE = "preview.json"
+
+
+@dataclass(frozen=True, slots=True)
+class VaeState:
+    """The decoder's causal cache after some latent frames; reusable, since decoding never changes it."""
+
+    features: tuple[Any, ...]
+    """One entry per causal convolution: its last input frames, or a marker, or None where it keeps nothing."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(f.numel() * f.element_size() for f in self.features if isinstance(f, Tensor))
+
+
+class StreamingDecoder:
+    """Decode latents as they come. It keeps nothing between calls, so several rollouts may share it."""
+
+    def __init__(self, vae: AutoencoderKLWan) -> None:
+        if vae.config.is_residual or vae.config.patch_size is not None:
+            raise ValueError(
+                f"the autoencoder is not Wan 2.1's (is_residual={vae.config.is_residual}, "
+                f"patch_size={vae.config.patch_size}); use a 16-channel Wan 2.1 autoencoder"
+            )
+        self.vae = vae
+
+    def decode(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
+        """Decode the latents that follow ``state`` (None at the start) to uint8 frames [B, F, H, W, 3] on the CPU.
+
+        The first latent frame of a video gives one frame, every other one four. ``state`` is not changed.
+        """
+        frames, after = self.decode_float(latents_BCFHW, state)
+        return to_uint8(frames), after
+
+    @torch.no_grad()
+    def decode_float(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
+        """Like ``decode``, with float32 frames in [0, 1], as ComfyUI's IMAGE has them."""
+        weight = self.vae.post_quant_conv.weight
+        z = denormalise(self.vae, latents_BCFHW.to(weight.device)).to(weight.dtype)
+        frames = []
+        for latent in z.split(1, dim=2):  # one shape for every call: the bytes do not depend on the chunks
+            pixels, state = self._decode_one(latent, state)
+            frames.append(_to_unit_range(pixels).cpu())
+        assert state is not None, "no latent frame to decode"
+        return torch.cat(frames, dim=1), state
+
+    def _decode_one(self, latent: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
+        # The decoder replaces entries of the list it is given and never writes into their tensors.
+        features = [None] * num_causal_convs(self.vae.decoder) if state is None else list(state.features)
+        x = self.vae.post_quant_conv(latent)
+        pixels = self.vae.decoder(x, feat_cache=features, feat_idx=[0], first_chunk=state is None)
+        return pixels, VaeState(tuple(features))
+
+
+@torch.no_grad()
+def encode_frames(vae: AutoencoderKLWan, frames_BFHWC: Tensor) -> Tensor:
+    """Encode 4n+1 frames (uint8, or float in [0, 1]) to n+1 normalised latents [B, C, F, H/8, W/8] in float32.
+
+    Takes the posterior's mean. Raises ``ValueError`` for a frame count that is not 4n+1 or a side that 8 does not
+    divide. Runs chunk by chunk on a cache of its own, so threads may share ``vae``.
+    """
+    _, frames, height, width, _ = frames_BFHWC.shape
+    if frames % TEMPORAL_FACTOR != 1:
+        raise ValueError(f"frames={frames} is not 4n+1; use frames={max(0, frames - 1) // 4 * 4 + 1}")
+    if height % 8 or width % 8:
+        raise ValueError(f"image is {width}x{height}; use a width and height that are multiples of 8")
+    weight = vae.quant_conv.weight
+    cache: list[Any] = [None] * num_causal_convs(vae.encoder)
+    parts = []
+    for start, stop in [(0, 1), *((i, i + TEMPORAL_FACTOR) for i in range(1, frames, TEMPORAL_FACTOR))]:
+        x = _from_frames(frames_BFHWC[:, start:stop]).to(weight)
+        parts.append(vae.encoder(x, feat_cache=cache, feat_idx=[0]))
+    mean, _ = vae.quant_conv(torch.cat(parts, dim=2)).chunk(2, dim=1)
+    return normalise(vae, mean)
+
+
+def normalise(vae: AutoencoderKLWan, z_BCFHW: Tensor) -> Tensor:
+    """To zero mean and unit variance per channel, in float32: what the transformer works on."""
+    mean, std = _latent_statistics(vae, z_BCFHW.device)
+    return (z_BCFHW.float() - mean) / std
+
+
+def denormalise(vae: AutoencoderKLWan, latents_BCFHW: Tensor) -> Tensor:
+    """Undo ``normalise``, in float32: what ``vae.decode`` and ComfyUI's LATENT hold."""
+    mean, std = _latent_statistics(vae, latents_BCFHW.device)
+    return latents_BCFHW.float() * std + mean
+
+
+def to_uint8(frames: Tensor) -> Tensor:
+    """From [0, 1] to bytes, to the nearest."""
+    return (frames * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+def num_causal_convs(module: nn.Module) -> int:
+    """How many entries the cache of an encoder or decoder has: every 3D convolution of Wan's is causal."""
+    return sum(isinstance(child, nn.Conv3d) for child in module.modules())
+
+
+def _latent_statistics(vae: AutoencoderKLWan, device: torch.device) -> tuple[Tensor, Tensor]:
+    pair = torch.tensor([vae.config.latents_mean, vae.config.latents_std], dtype=torch.float32, device=device)
+    mean, std = pair.view(2, 1, -1, 1, 1, 1)
+    return mean, std
+
+
+def _to_unit_range(pixels_BCFHW: Tensor) -> Tensor:
+    return ((pixels_BCFHW.float().clamp(-1, 1) + 1) / 2).permute(0, 2, 3, 4, 1)
+
+
+def _from_frames(frames_BFHWC: Tensor) -> Tensor:
+    scale = 255.0 if frames_BFHWC.dtype == torch.uint8 else 1.0
+    return (frames_BFHWC.float() / scale * 2 - 1).permute(0, 4, 1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """A linear look at latents: one RGB pixel per latent pixel, without the decoder."""
+
+    weight: tuple[tuple[float, float, float], ...]
+    """Per latent channel, its share in red, green and blue."""
+    bias: tuple[float, float, float]
+    """Colour of an all-zero latent, in [0, 1]."""
+
+    def frames(self, latents_BCFHW: Tensor) -> Tensor:
+        """Project normalised latents to uint8 RGB [B, F, h, w, 3] on the CPU."""
+        x = latents_BCFHW.detach().float().cpu().movedim(1, -1)
+        return to_uint8(x @ torch.tensor(self.weight) + torch.tensor(self.bias))
+
+    def save(self, folder: Path) -> None:
+        (folder / PREVIEW_FILE).write_text(json.dumps({"weight": self.weight, "bias": self.bias}) + "\n")
+
+
+def load_preview(folder: Path | None, *, channels: int = 16) -> Preview:
+    """Read the autoencoder folder's ``preview.json``; without one, show the first three channels' mean as grey.
+
+    Raises ``ValueError`` for a file that does not fit ``channels``.
+    """
+    path = None if folder is None else folder / PREVIEW_FILE
+    if path is None or not path.exists():
+        share = [(1 / 12,) * 3 if channel < 3 else (0.0,) * 3 for channel in range(channels)]  # mean / 4: ±2σ fit
+        return Preview(weight=tuple(share), bias=(0.5, 0.5, 0.5))
+    data = json.loads(path.read_text())
+    weight, bias = data["weight"], data["bias"]
+    if len(weight) != channels or any(len(row) != 3 for row in [*weight, bias]):
+        raise ValueError(f"{path} does not hold a {channels}x3 weight and 3 biases; write it with fit_preview")
+    return Preview(weight=tuple(tuple(row) for row in weight), bias=tuple(bias))
+
+
+def fit_preview(latents_BCFHW: Tensor, frames_BFHWC: Tensor) -> Preview:
+    """Fit the projection by least squares to clips (uint8) and their normalised latents, both on one device."""
+    target = _latent_sized(frames_BFHWC.float() / 255).reshape(-1, 3)
+    inputs = latents_BCFHW.float().movedim(1, -1).flatten(0, 3)
+    inputs = torch.cat((inputs, inputs.new_ones(len(inputs), 1)), dim=1)
+    solution = torch.linalg.lstsq(inputs.double().cpu(), target.double().cpu()).solution.tolist()
+    return Preview(weight=tuple(tuple(row) for row in solution[:-1]), bias=tuple(solution[-1]))
+
+
+def _latent_sized(frames_BFHWC: Tensor) -> Tensor:
+    """Mean colour [B, f, h, w, 3] of what each latent pixel covers: 8x8 pixels, four frames (one for the first)."""
+    x = frames_BFHWC.movedim(-1, 1)
+    first = F.avg_pool3d(x[:, :, :1], (1, 8, 8))
+    rest = F.avg_pool3d(x[:, :, 1:], (TEMPORAL_FACTOR, 8, 8)) if x.shape[2] > 1 else first[:, :, :0]
+    return torch.cat((first, rest), dim=2).movedim(1, -1)

@@ -1,0 +1,134 @@
+"""Streaming decode equals decoding the whole clip with diffusers, which is the oracle."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+from torch import Tensor
+
+from flashforward_core.model.vae import (
+    Preview,
+    StreamingDecoder,
+    VaeState,
+    denormalise,
+    encode_frames,
+    fit_preview,
+    load_preview,
+    normalise,
+    to_uint8,
+)
+
+pytestmark = pytest.mark.cpu
+
+LATENT_FRAMES = 8
+
+
+@pytest.fixture(scope="module")
+def vae() -> AutoencoderKLWan:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return AutoencoderKLWan(base_dim=8, dim_mult=[1, 2, 4, 4], num_res_blocks=1, z_dim=16).eval()
+
+
+@pytest.fixture(scope="module")
+def latents() -> Tensor:
+    return torch.randn(2, 16, LATENT_FRAMES, 4, 6, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def whole(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
+    """Float frames in [0, 1], [B, F, H, W, 3], by diffusers' own ``decode``."""
+    with torch.no_grad():
+        return ((vae.decode(denormalise(vae, latents)).sample + 1) / 2).permute(0, 2, 3, 4, 1)
+
+
+def stream(vae: AutoencoderKLWan, latents: Tensor, lengths: list[int]) -> list[tuple[Tensor, VaeState]]:
+    decoder, state, parts = StreamingDecoder(vae), None, []
+    for chunk in latents.split(lengths, dim=2):
+        frames, state = decoder.decode(chunk, state)
+        parts.append((frames, state))
+    return parts
+
+
+@pytest.mark.parametrize("lengths", [[8], [3, 3, 2], [1] * 8, [2, 5, 1]])
+def test_streaming_in_any_chunks_equals_whole_decode(
+    vae: AutoencoderKLWan, latents: Tensor, whole: Tensor, lengths: list[int]
+) -> None:
+    parts = [frames for frames, _ in stream(vae, latents, lengths)]
+    assert [len(part[0]) for part in parts] == [4 * n - (3 if i == 0 else 0) for i, n in enumerate(lengths)]
+    # no tolerance: the same convolutions see the same frames, whatever the chunks (float32 ulps vanish in the bytes)
+    assert torch.equal(torch.cat(parts, dim=1), to_uint8(whole))
+
+
+def test_float_frames_equal_whole_decode(vae: AutoencoderKLWan, latents: Tensor, whole: Tensor) -> None:
+    frames, _ = StreamingDecoder(vae).decode_float(latents, None)
+    assert frames.dtype == torch.float32 and frames.shape == (2, 29, 32, 48, 3)
+    # float32: diffusers runs the quantisation convolution on all frames at once
+    torch.testing.assert_close(frames, whole, rtol=0, atol=1e-6)
+
+
+def test_a_kept_state_replays_the_same_bytes(vae: AutoencoderKLWan, latents: Tensor) -> None:
+    decoder = StreamingDecoder(vae)
+    _, kept = decoder.decode(latents[:, :, :3], None)
+    before = [f.clone() if isinstance(f, Tensor) else f for f in kept.features]
+    once, _ = decoder.decode(latents[:, :, 3:6], kept)
+    decoder.decode(latents[:, :, 6:], kept)  # another continuation of the same state
+    again, _ = decoder.decode(latents[:, :, 3:6], kept)
+    assert torch.equal(once, again)
+    for old, new in zip(before, kept.features, strict=True):
+        assert torch.equal(old, new) if isinstance(old, Tensor) else old == new
+
+
+def test_state_does_not_grow_with_the_video(vae: AutoencoderKLWan, latents: Tensor) -> None:
+    sizes = [state.num_bytes for _, state in stream(vae, latents, [3, 1, 1, 1, 1, 1])]
+    assert len(set(sizes)) == 1 and sizes[0] > 0
+
+
+@pytest.mark.parametrize("frames", [1, 9])
+def test_encoding_frames_equals_diffusers(vae: AutoencoderKLWan, frames: int) -> None:
+    video = torch.randint(0, 256, (1, frames, 32, 48, 3), dtype=torch.uint8)
+    with torch.no_grad():
+        pixels = video.permute(0, 4, 1, 2, 3).float() / 255 * 2 - 1
+        expected = normalise(vae, vae.encode(pixels).latent_dist.mean)
+    # float32 rounding of the pixels' scaling
+    torch.testing.assert_close(encode_frames(vae, video), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(encode_frames(vae, video.float() / 255), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_normalise_and_denormalise_are_inverse(vae: AutoencoderKLWan, latents: Tensor) -> None:
+    torch.testing.assert_close(normalise(vae, denormalise(vae, latents)), latents, rtol=1e-5, atol=1e-6)
+    assert denormalise(vae, torch.zeros(1, 16, 1, 1, 1)).flatten().tolist() == pytest.approx(vae.config.latents_mean)
+
+
+def test_images_of_a_wrong_size_or_length_are_refused(vae: AutoencoderKLWan) -> None:
+    with pytest.raises(ValueError, match=r"frames=4 is not 4n\+1; use frames=1"):
+        encode_frames(vae, torch.zeros(1, 4, 32, 48, 3))
+    with pytest.raises(ValueError, match="image is 48x30"):
+        encode_frames(vae, torch.zeros(1, 1, 30, 48, 3))
+
+
+def test_another_autoencoder_is_refused_by_name() -> None:
+    other = AutoencoderKLWan(base_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False], patch_size=2)
+    with pytest.raises(ValueError, match="patch_size=2"):
+        StreamingDecoder(other)
+
+
+def test_fitted_preview_recovers_a_linear_colour_map(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(2)
+    latents = torch.randn(2, 16, 3, 4, 6, generator=generator) * 0.5
+    true = Preview(weight=tuple((0.02, 0.01 * i / 16, -0.02) for i in range(16)), bias=(0.4, 0.5, 0.6))
+    colours = true.frames(latents)  # [2, 3, 4, 6, 3], constant over what each latent pixel covers
+    frames = colours.repeat_interleave(8, 2).repeat_interleave(8, 3)[:, [0] + [1] * 4 + [2] * 4]
+    fit_preview(latents, frames).save(tmp_path)
+    shown = load_preview(tmp_path).frames(latents)
+    assert (shown.int() - colours.int()).abs().max() <= 1  # the fit saw colours rounded to bytes
+
+
+def test_preview_without_a_file_shows_grey_and_a_wrong_file_names_itself(tmp_path: Path) -> None:
+    latents = torch.randn(1, 16, 2, 4, 6)
+    shown = load_preview(tmp_path).frames(latents)
+    assert shown.shape == (1, 2, 4, 6, 3) and torch.equal(shown[..., 0], shown[..., 2])
+    (tmp_path / "preview.json").write_text('{"weight": [[0, 0, 0]], "bias": [0, 0, 0]}')
+    with pytest.raises(ValueError, match=r"preview\.json"):
+        load_preview(tmp_path)
