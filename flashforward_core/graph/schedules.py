@@ -1,0 +1,221 @@
+"""The schedules: which forwards a rollout runs, and what each of them reads and writes.
+
+Sources: FlashForward (arXiv 2609.32540), HiAR (arXiv 2603.08703), Self-Forcing, N-C-Causal-rCM (last stage).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from ..registry import Registry
+from ..specs import RolloutSpec
+from .anchors import anchors_for
+from .passes import prune
+from .task import ForwardTask, Kind, Role, Slot, Space, TaskGraph
+
+
+class Memory(StrEnum):
+    """Whose KV a chunk reads from the chunks before it."""
+
+    SAME_STAGE = "same_stage"  # what the same stage published in flight, at that stage's input level
+    LAST_STAGE = "last_stage"  # what the last stage published in flight
+    CLEAN = "clean"  # a clean re-encode of the finished chunk
+    OUTPUT_LEVEL = "output_level"  # a re-encode of the same stage's output, one per stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """What tells one schedule from another."""
+
+    memory: Memory
+    """Whose KV a chunk reads from the chunks before it."""
+    uses_anchors: bool
+    """Whether a planner makes anchors first, which every chunk then reads."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether denoising publishes the KV; otherwise commits do."""
+        return self.memory in (Memory.SAME_STAGE, Memory.LAST_STAGE)
+
+
+SCHEDULES: Registry[Schedule] = Registry("schedule")
+SCHEDULES.add("flashforward")(Schedule(memory=Memory.SAME_STAGE, uses_anchors=True))
+SCHEDULES.add("self_forcing")(Schedule(memory=Memory.CLEAN, uses_anchors=False))
+SCHEDULES.add("hiar")(Schedule(memory=Memory.OUTPUT_LEVEL, uses_anchors=False))
+SCHEDULES.add("last_stage")(Schedule(memory=Memory.LAST_STAGE, uses_anchors=False))
+SCHEDULES.add("flashforward_no_anchors")(Schedule(memory=Memory.SAME_STAGE, uses_anchors=False))
+SCHEDULES.add("clean_history_anchors")(Schedule(memory=Memory.CLEAN, uses_anchors=True))
+
+
+def spec_for(spec: RolloutSpec) -> RolloutSpec:
+    """Return ``spec`` with what its schedule does not use taken out: anchors, for schedules without a planner.
+
+    A schedule that needs anchors and has none raises ``ValueError``, so does a schedule that is left with
+    nothing to read.
+    """
+    schedule = SCHEDULES[spec.schedule]
+    if schedule.uses_anchors and spec.anchors is None:
+        raise ValueError(
+            f"anchors=None, but schedule={spec.schedule!r} reads anchors; "
+            "set anchors, or use schedule='flashforward_no_anchors'"
+        )
+    return spec if schedule.uses_anchors or spec.anchors is None else replace(spec, anchors=None)
+
+
+def history_chunks(spec: RolloutSpec, chunk: int) -> tuple[int, ...]:
+    """Return the earlier chunks whose KV ``chunk`` reads, in order.
+
+    The sink pins the first chunks of the scene and counts within the history. A hard cut starts a new scene with
+    the first chunk that begins at or after it; chunks before that are forgotten, anchors are not.
+    """
+    start = spec.chunk(chunk).start
+    cuts = [span.start for span in spec.prompts if span.hard_cut and span.start <= start]
+    first = -(-max(cuts, default=0) // spec.chunk_frames)
+    scene = range(first, chunk)
+    if len(scene) <= spec.history.chunks:
+        return tuple(scene)
+    sink = -(-spec.history.sink // spec.chunk_frames)
+    return (*scene[:sink], *scene[len(scene) - (spec.history.chunks - sink) :])
+
+
+def _latent(space: Space, index: int, level: int) -> Slot:
+    return Slot(space=space, index=index, level=level)
+
+
+def _anchor_kv(spec: RolloutSpec, anchor: int) -> Slot:
+    return Slot(space=Space.ANCHOR_KV, index=anchor, level=spec.stages.num_stages, bank="anchor")
+
+
+def _kv(spec: RolloutSpec, memory: Memory, *, chunk: int, stage: int) -> Slot:
+    """The slot in which stage ``stage`` of later chunks finds the KV of ``chunk``."""
+    last = spec.stages.num_stages - 1
+    level, bank = {
+        Memory.SAME_STAGE: (stage, f"stage{stage}"),
+        Memory.LAST_STAGE: (last, f"stage{last}"),
+        Memory.CLEAN: (last + 1, "clean"),
+        Memory.OUTPUT_LEVEL: (stage + 1, f"stage{stage}"),
+    }[memory]
+    return Slot(space=Space.KV, index=chunk, level=level, bank=bank)
+
+
+def _planner_block(spec: RolloutSpec, block: int, *, given: bool) -> Iterator[ForwardTask]:
+    """Denoise one anchor block, then commit it; only commit it when its latents are given."""
+    blocks, stages = spec.anchor_blocks(), spec.stages.num_stages
+    seen = blocks[max(0, block - spec.history.planner_blocks) : block]
+    history = tuple(_anchor_kv(spec, anchor) for earlier in seen for anchor in earlier)
+    for stage in range(0 if not given else stages, stages):
+        yield ForwardTask(
+            kind=Kind.DENOISE,
+            role=Role.PLANNER,
+            index=block,
+            stage=stage,
+            reads=(_latent(Space.ANCHOR_LATENT, block, stage), *history),
+            writes=(_latent(Space.ANCHOR_LATENT, block, stage + 1),),
+        )
+    yield ForwardTask(
+        kind=Kind.COMMIT,
+        role=Role.PLANNER,
+        index=block,
+        stage=stages,
+        reads=(_latent(Space.ANCHOR_LATENT, block, stages), *history),
+        writes=tuple(_anchor_kv(spec, anchor) for anchor in blocks[block]),
+    )
+
+
+def _gamma(spec: RolloutSpec, chunk: int) -> tuple[int, ...]:
+    if spec.anchors is None:
+        return ()
+    return anchors_for(spec.anchors, spec.chunk(chunk), spec.shape.latent_frames)
+
+
+def _context(spec: RolloutSpec, memory: Memory, *, chunk: int, stage: int) -> tuple[Slot, ...]:
+    """KV that a forward of the renderer attends to: anchors, then history, oldest first."""
+    anchors = (_anchor_kv(spec, anchor) for anchor in _gamma(spec, chunk))
+    return (*anchors, *(_kv(spec, memory, chunk=j, stage=stage) for j in history_chunks(spec, chunk)))
+
+
+def _commit(spec: RolloutSpec, memory: Memory, *, chunk: int, stage: int) -> ForwardTask:
+    """Re-encode the output of ``stage``, seeing what the denoising saw."""
+    return ForwardTask(
+        kind=Kind.COMMIT,
+        role=Role.RENDERER,
+        index=chunk,
+        stage=stage + 1,
+        reads=(_latent(Space.LATENT, chunk, stage + 1), *_context(spec, memory, chunk=chunk, stage=stage)),
+        writes=(_kv(spec, memory, chunk=chunk, stage=stage),),
+    )
+
+
+def _render_chunk(spec: RolloutSpec, schedule: Schedule, chunk: int) -> Iterator[ForwardTask]:
+    """Denoise one chunk through all stages, with the commits that its schedule asks for."""
+    memory, last = schedule.memory, spec.stages.num_stages - 1
+    for stage in range(last + 1):
+        published = (_kv(spec, Memory.SAME_STAGE, chunk=chunk, stage=stage),) if schedule.in_flight else ()
+        yield ForwardTask(
+            kind=Kind.DENOISE,
+            role=Role.RENDERER,
+            index=chunk,
+            stage=stage,
+            reads=(_latent(Space.LATENT, chunk, stage), *_context(spec, memory, chunk=chunk, stage=stage)),
+            writes=(_latent(Space.LATENT, chunk, stage + 1), *published),
+        )
+        if memory is Memory.OUTPUT_LEVEL or (memory is Memory.CLEAN and stage == last):
+            yield _commit(spec, memory, chunk=chunk, stage=stage)
+
+
+def _decode(spec: RolloutSpec, chunk: int) -> ForwardTask:
+    """Decode one finished chunk; the decoder's state passes from chunk to chunk."""
+    before = (_latent(Space.VAE_STATE, chunk - 1, 0),) if chunk else ()
+    return ForwardTask(
+        kind=Kind.DECODE,
+        role=None,
+        index=chunk,
+        stage=0,
+        reads=(_latent(Space.LATENT, chunk, spec.stages.num_stages), *before),
+        writes=(_latent(Space.FRAMES, chunk, 0), _latent(Space.VAE_STATE, chunk, 0)),
+    )
+
+
+def _graph_of(tasks: list[ForwardTask]) -> TaskGraph:
+    """Check and prune tasks in order; what is read and never written is given."""
+    written = {slot for task in tasks for slot in task.writes}
+    given = {slot for task in tasks for slot in task.reads} - written
+    noise_or_anchors = (Space.LATENT, Space.ANCHOR_LATENT)
+    assert all(slot.space in noise_or_anchors for slot in given), "a schedule reads KV that it never writes"
+    return prune(TaskGraph(tuple(tasks), frozenset(given)))
+
+
+def build_graph(spec: RolloutSpec, *, decode: bool = True, given_anchors: bool = False) -> TaskGraph:
+    """Return the whole rollout as tasks, chunk by chunk, each anchor block just before the first chunk that reads it.
+
+    Inputs are the noise (level 0), or with ``given_anchors`` the finished anchor latents (level S) in place of the
+    anchors' noise. Raises ``ValueError`` where ``spec`` and its schedule do not fit (see ``spec_for``).
+    """
+    spec = spec_for(spec)
+    schedule = SCHEDULES[spec.schedule]
+    blocks = spec.anchor_blocks()
+    tasks: list[ForwardTask] = []
+    planned = 0
+    for chunk in range(spec.num_chunks):
+        gamma = _gamma(spec, chunk)
+        while planned < len(blocks) and gamma and blocks[planned][0] <= gamma[-1]:
+            tasks.extend(_planner_block(spec, planned, given=given_anchors))
+            planned += 1
+        tasks.extend(_render_chunk(spec, schedule, chunk))
+        if decode:
+            tasks.append(_decode(spec, chunk))
+    for block in range(planned, len(blocks)):  # blocks that no chunk reads are still results
+        tasks.extend(_planner_block(spec, block, given=given_anchors))
+    return _graph_of(tasks)
+
+
+def planner_graph(spec: RolloutSpec) -> TaskGraph:
+    """Return only the planner's tasks: anchors from noise, without the commits that no later block reads.
+
+    A schedule without a planner raises ``ValueError``.
+    """
+    spec = spec_for(spec)
+    if spec.anchors is None:
+        raise ValueError(f"schedule={spec.schedule!r} plans no anchors; use schedule='flashforward'")
+    tasks = [task for block in range(len(spec.anchor_blocks())) for task in _planner_block(spec, block, given=False)]
+    return _graph_of(tasks)
