@@ -1,0 +1,184 @@
+"""The KV of one lane: preallocated banks, pages within them, and the view that one forward attends to.
+
+The contract: a forward writes its own page in place and reads one dense slice (a gathered copy where its pages are not
+neighbours). A page is taken only when every task that uses its slot has finished; anything else raises an
+``AssertionError`` that names both slots. Banks are made on first use and dropped after their last.
+
+Letters: B batch, L own tokens, N tokens of a bank, H heads, D head dim.
+"""
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..graph.task import ForwardTask, Slot
+from .pages import Page, PagePlan, View, kv_slots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BankShape:
+    """Sizes that every bank of a rollout shares."""
+
+    batch: int
+    num_blocks: int
+    """Transformer blocks."""
+    frame_tokens: int
+    """Tokens per latent frame."""
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def bank_bytes(self, frames: int) -> int:
+        tokens = frames * self.frame_tokens
+        return 2 * self.num_blocks * self.batch * tokens * self.num_heads * self.head_dim * self.dtype.itemsize
+
+
+class Ledger:
+    """Who still needs what: the unfinished tasks of every slot and of every bank. Shared by all lanes."""
+
+    def __init__(self, tasks: Iterable[ForwardTask], plan: PagePlan) -> None:
+        self._lock = threading.Lock()
+        self._slots: dict[Slot, set[str]] = {}
+        self._banks: dict[str, set[str]] = {}
+        for task in tasks:
+            for slot in (*task.writes, *task.reads):
+                self._slots.setdefault(slot, set()).add(task.id)
+            for slot in kv_slots(task.reads):  # a reader elsewhere copies the page out of its home bank
+                self._banks.setdefault(plan.homes[slot].bank, set()).add(task.id)
+            if task.id in plan.views:
+                self._banks.setdefault(plan.views[task.id].own.bank, set()).add(task.id)
+
+    def finish(self, task: ForwardTask) -> tuple[Slot, ...]:
+        """Strike ``task`` off; return the slots that nobody needs any more."""
+        with self._lock:
+            for users in self._banks.values():
+                users.discard(task.id)
+            slots = tuple(dict.fromkeys((*task.writes, *task.reads)))
+            for slot in slots:
+                self._slots[slot].discard(task.id)
+            return tuple(slot for slot in slots if not self._slots[slot])
+
+    def unfinished(self, slot: Slot) -> tuple[str, ...]:
+        """Ids of the tasks that have yet to write or read ``slot``."""
+        with self._lock:
+            return tuple(sorted(self._slots[slot]))
+
+    def bank_is_done(self, bank: str) -> bool:
+        with self._lock:
+            return not self._banks.get(bank)
+
+
+class BankView:
+    """One forward's keys and values: the ``KVContext`` that a transformer extends."""
+
+    def __init__(self, buffer: Tensor, view: View, *, frame_tokens: int) -> None:
+        """``buffer`` is [2, blocks, B, N, H, D]: keys, then values."""
+        self._buffer = buffer
+        self._own = slice(view.own.start * frame_tokens, view.own.stop * frame_tokens)
+        self._ranges = [slice(start * frame_tokens, stop * frame_tokens) for start, stop in view.ranges]
+
+    @property
+    def num_keys(self) -> int:
+        """Tokens that the forward attends to, its own included."""
+        return sum(part.stop - part.start for part in self._ranges)
+
+    def extend(self, block: int, k_BLHD: Tensor, v_BLHD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store one block's own keys and values in place; return all that the forward attends to, [B, keys, H, D]."""
+        return self._extend(self._buffer[0, block], k_BLHD), self._extend(self._buffer[1, block], v_BLHD)
+
+    def _extend(self, stored_BNHD: Tensor, own_BLHD: Tensor) -> Tensor:
+        assert own_BLHD.dtype == stored_BNHD.dtype, f"KV comes as {own_BLHD.dtype}, the bank holds {stored_BNHD.dtype}"
+        stored_BNHD[:, self._own] = own_BLHD
+        if len(self._ranges) == 1:
+            return stored_BNHD[:, self._ranges[0]]
+        return torch.cat([stored_BNHD[:, part] for part in self._ranges], dim=1)
+
+
+class LaneBanks:
+    """All banks of one lane. Only the lane's own thread calls what changes them."""
+
+    def __init__(
+        self, plan: PagePlan, *, shape: BankShape, ledger: Ledger, device: torch.device, poison: bool = False
+    ) -> None:
+        """``poison`` fills pages with NaN when they are made and when they are freed, so that a stray read shows."""
+        self._plan = plan
+        self._shape = shape
+        self._ledger = ledger
+        self._device = device
+        self._poison = poison
+        self._buffers: dict[str, Tensor] = {}
+        self._held: dict[tuple[str, int], tuple[Slot, Page]] = {}
+        self.peak_bytes = 0
+
+    def open(self, task: ForwardTask, homes: Mapping[Slot, "LaneBanks"]) -> BankView:
+        """Take ``task``'s own page, fetch the pages that are not here yet, and return what it attends to.
+
+        ``homes`` says which lane's banks a slot was written into. Raises ``AssertionError`` when a page is still
+        needed.
+        """
+        self._sweep()
+        view = self._plan.views[task.id]
+        buffer = self._buffer(view.own.bank)
+        for slot, page in view.reads:
+            if self._held.get((page.bank, page.start), (None,))[0] != slot:
+                self._take(page, by=str(slot))
+                self._tokens(buffer, page).copy_(homes[slot].home(slot), non_blocking=True)
+                self._held[page.bank, page.start] = (slot, page)
+        self._take(view.own, by=", ".join(str(slot) for slot, _ in view.publishes) or task.id)
+        return BankView(buffer, view, frame_tokens=self._shape.frame_tokens)
+
+    def close(self, task: ForwardTask) -> None:
+        """Keep what ``task`` published; give its own page back when it published nothing."""
+        view = self._plan.views[task.id]
+        self._held.update({(page.bank, page.start): (slot, page) for slot, page in view.publishes})
+        if self._poison and not view.publishes:
+            self._tokens(self._buffers[view.own.bank], view.own).fill_(torch.nan)
+
+    def home(self, slot: Slot) -> Tensor:
+        """Return the page that ``slot`` was written into, [2, blocks, B, tokens, H, D]: not a copy, read only."""
+        page = self._plan.homes[slot]
+        assert self._held.get((page.bank, page.start), (None,))[0] == slot, f"{slot} is not in its home page"
+        return self._tokens(self._buffers[page.bank], page)
+
+    def free(self) -> None:
+        """Drop everything; a second call does nothing."""
+        self._buffers.clear()
+        self._held.clear()
+
+    def _take(self, page: Page, *, by: str) -> None:
+        if page.front:
+            return  # a copy: its home page is what must last
+        for start in range(page.start, page.stop):
+            slot, _ = self._held.pop((page.bank, start), (None, None))
+            waiting = self._ledger.unfinished(slot) if slot else ()
+            assert not waiting, f"{by} takes the page of {slot}, which {waiting[0]} still needs"
+
+    def _sweep(self) -> None:
+        """Forget pages that nobody needs any more, and banks that no task will use again."""
+        for bank in [name for name in self._buffers if self._ledger.bank_is_done(name)]:
+            del self._buffers[bank]
+        for key, (slot, page) in list(self._held.items()):
+            if page.bank not in self._buffers:
+                del self._held[key]
+            elif self._poison and not self._ledger.unfinished(slot):
+                self._tokens(self._buffers[page.bank], page).fill_(torch.nan)
+                del self._held[key]
+
+    def _buffer(self, bank: str) -> Tensor:
+        if bank not in self._buffers:
+            frames = self._plan.bank_frames[bank]
+            size = self._shape
+            dims = (2, size.num_blocks, size.batch, frames * size.frame_tokens, size.num_heads, size.head_dim)
+            with torch.inference_mode(False):  # so that any thread may write in place, in inference mode or not
+                made = torch.empty(dims, dtype=size.dtype, device=self._device)
+            self._buffers[bank] = made.fill_(torch.nan) if self._poison else made
+            held = sum(buffer.nbytes for buffer in self._buffers.values())
+            self.peak_bytes = max(self.peak_bytes, held)
+        return self._buffers[bank]
+
+    def _tokens(self, buffer: Tensor, page: Page) -> Tensor:
+        size = self._shape.frame_tokens
+        return buffer[:, :, :, page.start * size : page.stop * size]

@@ -1,0 +1,207 @@
+"""Which page of which bank every KV slot lives in: decided from the graph alone, before anything runs.
+
+A page is reused by a later chunk only when every task that uses it comes before that chunk in *every* order that the
+graph allows. So no order can overwrite what is still to be read, and the order of the keys, and with it every byte of
+the result, is the same for all of them. In the steady state this gives [anchors | sink | ring of H+1 pages], all of
+which a forward reads: one dense slice.
+
+Offsets count latent frames from the bank's start; nothing here imports torch.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..graph.task import ForwardTask, Role, Slot, Space, TaskGraph
+from ..specs import RolloutSpec
+
+ANCHOR_BANK = "anchor"
+SCRATCH_BANK = "scratch"  # for forwards that neither publish KV nor read a chunk's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """A range of latent frames in a bank."""
+
+    bank: str
+    start: int
+    """First latent frame, counted from the bank's start."""
+    frames: int
+    """How many latent frames are used."""
+    front: bool = False
+    """Whether it is a renderer bank's copy of an anchor, which may be dropped and fetched again."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.frames
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What one forward reads and writes in its bank."""
+
+    own: Page
+    """Where it puts its own keys and values."""
+    reads: tuple[tuple[Slot, Page], ...]
+    """Everything else that it attends to."""
+    publishes: tuple[tuple[Slot, Page], ...]
+    """The slots it writes, each a part of ``own``; empty when its KV is for itself alone."""
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Rising (start, stop) in latent frames of all that is attended to; neighbours are joined."""
+        joined: list[tuple[int, int]] = []
+        for page in sorted([self.own, *(page for _, page in self.reads)], key=lambda page: page.start):
+            if joined and joined[-1][1] == page.start:
+                joined[-1] = (joined[-1][0], page.stop)
+            else:
+                assert not joined or joined[-1][1] < page.start, f"pages overlap at {page}"
+                joined.append((page.start, page.stop))
+        return tuple(joined)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagePlan:
+    """Pages for a whole graph."""
+
+    bank_frames: Mapping[str, int]
+    """Length of each bank in latent frames."""
+    views: Mapping[str, View]
+    """By task id, for every forward."""
+    homes: Mapping[Slot, Page]
+    """Where a KV slot's writer puts it."""
+
+
+def plan_pages(spec: RolloutSpec, graph: TaskGraph) -> PagePlan:
+    """Give every forward of ``graph`` its own page and a page for each KV slot that it reads."""
+    banks = _banks(graph)
+    front = _front_frames(graph, banks)
+    chunks = _chunk_pages(spec, graph, banks=banks, front=front)
+    anchors = {a: Page(bank=ANCHOR_BANK, start=a, frames=1) for a in range(len(spec.anchor_positions()))}
+    views: dict[str, View] = {}
+    homes: dict[Slot, Page] = {}
+    for task in _forwards(graph):
+        bank = banks[task.id]
+        own = _own_page(spec, task, bank=bank, chunks=chunks)
+        reads = []
+        for slot in kv_slots(task.reads):
+            if slot.space is Space.KV:
+                reads.append((slot, chunks[bank, slot.index]))
+            elif bank == ANCHOR_BANK:
+                reads.append((slot, anchors[slot.index]))
+            else:
+                reads.append((slot, Page(bank=bank, start=slot.index % front[bank], frames=1, front=True)))
+        publishes = tuple((s, own if s.space is Space.KV else anchors[s.index]) for s in kv_slots(task.writes))
+        views[task.id] = View(own=own, reads=tuple(reads), publishes=publishes)
+        homes.update(publishes)
+    return PagePlan(bank_frames=_bank_frames(views.values()), views=views, homes=homes)
+
+
+def kv_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
+    return tuple(slot for slot in slots if slot.space in (Space.KV, Space.ANCHOR_KV))
+
+
+def _forwards(graph: TaskGraph) -> list[ForwardTask]:
+    return [task for task in graph.tasks if task.is_forward]
+
+
+def _banks(graph: TaskGraph) -> dict[str, str]:
+    """Bank of each forward by task id: where it publishes, else what it reads, else what its like read."""
+    named: dict[str, str] = {}
+    by_kind: dict[tuple[str, int], str] = {}
+    for task in _forwards(graph):
+        found = {slot.bank for slot in (*task.reads, *task.writes) if slot.space is Space.KV}
+        assert len(found) <= 1, f"{task.id} touches the banks {sorted(found)}; a forward has one"
+        if task.role is Role.PLANNER:
+            named[task.id] = ANCHOR_BANK
+        elif found:
+            named[task.id] = by_kind[task.kind, task.stage] = found.pop()
+    for task in _forwards(graph):
+        named.setdefault(task.id, by_kind.get((task.kind, task.stage), SCRATCH_BANK))
+    return named
+
+
+def _front_frames(graph: TaskGraph, banks: Mapping[str, str]) -> dict[str, int]:
+    """Anchor pages before the chunks' pages of each bank: as many as one forward reads."""
+    front: dict[str, int] = {}
+    for task in _forwards(graph):
+        anchors = [slot.index for slot in task.reads if slot.space is Space.ANCHOR_KV]
+        assert anchors == list(range(anchors[0], anchors[0] + len(anchors))) if anchors else True, (
+            f"{task.id} reads the anchors {anchors}, which are not consecutive"
+        )
+        front[banks[task.id]] = max(front.get(banks[task.id], 0), len(anchors))
+    return front
+
+
+def _chunk_pages(
+    spec: RolloutSpec, graph: TaskGraph, *, banks: Mapping[str, str], front: Mapping[str, int]
+) -> dict[tuple[str, int], Page]:
+    """Page of each chunk in each bank that one of its forwards uses or that holds its KV."""
+    before = _ancestors(graph)
+    position = {task.id: n for n, task in enumerate(graph.tasks)}
+    pages: dict[tuple[str, int], Page] = {}
+    for bank in sorted(set(banks.values()) - {ANCHOR_BANK}):
+        owners, users, published = _users(graph, banks, bank=bank)
+        occupants: list[int] = []  # chunk in each page, in the order of the pages
+        taken: dict[int, int] = {}  # when each page was last given away
+        for turn, chunk in enumerate(sorted(owners)):
+            ready = before[position[owners[chunk][0]]]
+            for owner in owners[chunk][1:]:
+                ready &= before[position[owner]]
+            free = [
+                n
+                for n, other in enumerate(occupants)
+                if not (published & {chunk, other}) or all(ready >> position[user] & 1 for user in users[other])
+            ]
+            place = min(free, key=lambda n: taken[n], default=len(occupants))
+            occupants[place : place + 1] = [chunk]
+            taken[place] = turn
+            start = front[bank] + place * spec.chunk_frames
+            pages[bank, chunk] = Page(bank=bank, start=start, frames=len(spec.chunk(chunk)))
+    return pages
+
+
+def _users(
+    graph: TaskGraph, banks: Mapping[str, str], *, bank: str
+) -> tuple[dict[int, list[str]], dict[int, list[str]], set[int]]:
+    """Return, for one bank and by chunk: tasks that own its page, tasks that use it in any way; and chunks with KV."""
+    owners: dict[int, list[str]] = {}
+    users: dict[int, list[str]] = {}
+    published: set[int] = set()
+    for task in _forwards(graph):
+        if banks[task.id] != bank:
+            continue
+        owners.setdefault(task.index, []).append(task.id)
+        users.setdefault(task.index, []).append(task.id)
+        published.update(slot.index for slot in task.writes if slot.space is Space.KV)
+        for slot in task.reads:
+            if slot.space is Space.KV:
+                users.setdefault(slot.index, []).append(task.id)
+    return owners, users, published
+
+
+def _ancestors(graph: TaskGraph) -> list[int]:
+    """Per task, the set of tasks that must come before it, as bits by position in the graph."""
+    position = {task.id: n for n, task in enumerate(graph.tasks)}
+    before: list[int] = []
+    for task in graph.tasks:
+        bits = 0
+        for parent in graph.parents(task):
+            n = position[parent.id]
+            bits |= before[n] | 1 << n
+        before.append(bits)
+    return before
+
+
+def _own_page(spec: RolloutSpec, task: ForwardTask, *, bank: str, chunks: Mapping[tuple[str, int], Page]) -> Page:
+    if bank != ANCHOR_BANK:
+        return chunks[bank, task.index]
+    block = spec.anchor_blocks()[task.index]
+    return Page(bank=bank, start=block[0], frames=len(block))
+
+
+def _bank_frames(views: Iterable[View]) -> dict[str, int]:
+    frames: dict[str, int] = {}
+    for view in views:
+        last = max(stop for _, stop in view.ranges)
+        frames[view.own.bank] = max(frames.get(view.own.bank, 0), last)
+    return frames
