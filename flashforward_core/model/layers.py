@@ -4,7 +4,6 @@ Letters: B batch, F latent frames, T tokens per latent frame, L tokens (F·T), H
 P rotary pairs of a head (D / 2).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,16 +68,25 @@ class RMSNorm(nn.Module):
 class RoleLinear(nn.Linear):
     """A linear whose roles add low-rank updates of their own; ``weight`` and ``bias`` are the base's, by name too."""
 
-    def __init__(self, base: nn.Linear, *, rank: int, alpha: float, roles: Sequence[Role]) -> None:
-        """Share ``base``'s parameters; A is random and B zero, so nothing changes until they are trained or loaded."""
+    def __init__(self, base: nn.Linear) -> None:
+        """Share ``base``'s parameters; no role has an update yet."""
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
-        self.rank, self.scale = rank, alpha / rank
-        like = {"device": base.weight.device, "dtype": base.weight.dtype}
-        self.lora_A = nn.ModuleDict({r.value: nn.Linear(base.in_features, rank, bias=False, **like) for r in roles})
-        self.lora_B = nn.ModuleDict({r.value: nn.Linear(rank, base.out_features, bias=False, **like) for r in roles})
-        for layer in self.lora_B.values():
-            nn.init.zeros_(layer.weight)
+        self.lora_A = nn.ModuleDict()
+        self.lora_B = nn.ModuleDict()
+        self.alphas: dict[str, float] = {}
+
+    def add_role(self, role: Role, *, rank: int, alpha: float) -> None:
+        """Give ``role`` factors A (random) and B (zero), so that nothing changes until they are trained or loaded."""
+        like = {"bias": False, "device": self.weight.device, "dtype": self.weight.dtype}
+        self.lora_A[role.value] = nn.Linear(self.in_features, rank, **like)
+        self.lora_B[role.value] = nn.Linear(rank, self.out_features, **like)
+        nn.init.zeros_(self.lora_B[role.value].weight)
+        self.alphas[role.value] = alpha
+
+    def scale(self, role: Role) -> float:
+        """Return alpha / rank of a role's update."""
+        return self.alphas[role.value] / self.lora_A[role.value].out_features
 
     def forward(self, x: Tensor, segments: Segments) -> Tensor:  # type: ignore[override]
         """Return the base's output for ``x`` [B, L, C] plus, in each segment, its role's update."""
@@ -86,24 +94,22 @@ class RoleLinear(nn.Linear):
         if len(segments) == 1:
             return self._updated(out, x, segments[0].role)
         tokens = x.shape[1] // segments[-1].stop
-        pieces = [
-            self._updated(out[:, s.start * tokens : s.stop * tokens], x[:, s.start * tokens : s.stop * tokens], s.role)
-            for s in segments
-        ]
-        return torch.cat(pieces, dim=1)
+        ranges = [(s.role, slice(s.start * tokens, s.stop * tokens)) for s in segments]
+        return torch.cat([self._updated(out[:, at], x[:, at], role) for role, at in ranges], dim=1)
 
     def _updated(self, out: Tensor, x: Tensor, role: Role) -> Tensor:
         if role.value not in self.lora_A:
             return out
-        return out + self.scale * self.lora_B[role.value](self.lora_A[role.value](x))
+        return out + self.scale(role) * self.lora_B[role.value](self.lora_A[role.value](x))
 
     def merged_weight(self, role: Role) -> Tensor:
         """Return weight + scale·B·A for ``role``, computed in float32 at least, in the weight's dtype."""
+        weight = self.weight.detach()
         if role.value not in self.lora_A:
-            return self.weight.detach()
+            return weight
         down, up = self.lora_A[role.value].weight.detach(), self.lora_B[role.value].weight.detach()
-        update = self.scale * (at_least_fp32(up) @ at_least_fp32(down))
-        return (at_least_fp32(self.weight.detach()) + update).to(self.weight.dtype)
+        update = self.scale(role) * (at_least_fp32(up) @ at_least_fp32(down))
+        return (at_least_fp32(weight) + update).to(weight.dtype)
 
 
 def project(layer: nn.Module, x: Tensor, segments: Segments) -> Tensor:

@@ -1,0 +1,113 @@
+"""The two roles of one backbone: a LoRA per role on the transformer's linears, applied per segment or merged."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from flashforward_core.graph.task import Role
+from flashforward_core.model.config import WanConfig
+from flashforward_core.model.layers import RoleLinear
+from flashforward_core.model.transformer import CausalWanTransformer
+
+TARGETS = (
+    *(f"{attention}.{name}" for attention in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v", "to_out.0")),
+    "ffn.net.0.proj",
+    "ffn.net.2",
+)
+"""The linears of a block that can carry a role's update."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backbone:
+    """Everything that renders: one transformer per role, the autoencoder and the prompt encoder."""
+
+    config: WanConfig
+    models: Mapping[Role, CausalWanTransformer]
+    """One weight set per role when merged; the same model twice when roles are applied unmerged."""
+    vae: Any
+    """diffusers' AutoencoderKLWan, or None when only latents are made."""
+    text_encoder: Any
+    """A ByteT5Encoder, or None when prompts come as embeddings."""
+    fingerprint: str
+    """SHA-256 over the files that the weights came from."""
+    dtype: torch.dtype
+    """Of the transformers' weights."""
+    attention: str = "auto"
+    """What the user asked for; ``resolve_attention`` says what it means on a device."""
+    preset: str = "flashforward"
+    """The schedule that these weights were trained for."""
+    size: tuple[int, int] | None = None
+    """The only (width, height) in pixels that the weights can make, or None for any."""
+
+
+def attach_roles(
+    model: CausalWanTransformer,
+    *,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str] = TARGETS,
+    roles: Sequence[Role] = tuple(Role),
+) -> list[nn.Parameter]:
+    """Give every block's ``targets`` a LoRA per role, in place, and return its parameters.
+
+    Until it is trained or loaded it changes nothing. Raises ``ValueError`` for a rank below 1 or an unknown target.
+    """
+    if rank < 1:
+        raise ValueError(f"rank={rank} is below 1; use rank=1 or more")
+    unknown = sorted(set(targets) - set(TARGETS))
+    if unknown or not targets:
+        raise ValueError(f"targets={unknown or targets} carry no LoRA; use some of: {', '.join(TARGETS)}")
+    for block in model.blocks:
+        for target in targets:
+            layer = role_linear(block, target)
+            for role in roles:
+                layer.add_role(role, rank=rank, alpha=alpha)
+    return role_parameters(model, roles=roles)
+
+
+def role_linear(module: nn.Module, name: str) -> RoleLinear:
+    """Return the linear ``name`` below ``module`` as a RoleLinear, replacing a plain one in place."""
+    layer = module.get_submodule(name)
+    if isinstance(layer, RoleLinear):
+        return layer
+    assert isinstance(layer, nn.Linear), f"{name} is no linear"
+    parent, _, leaf = name.rpartition(".")
+    replacement = RoleLinear(layer)
+    module.get_submodule(parent).register_module(leaf, replacement)
+    return replacement
+
+
+def role_linears(model: CausalWanTransformer) -> dict[str, RoleLinear]:
+    """Return the linears that carry a LoRA, by name."""
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, RoleLinear)}
+
+
+def role_parameters(model: CausalWanTransformer, *, roles: Sequence[Role] = tuple(Role)) -> list[nn.Parameter]:
+    """Return the LoRA factors of ``roles``; the role embedding is not among them."""
+    layers = role_linears(model).values()
+    pairs = ((layer.lora_A, layer.lora_B) for layer in layers)
+    factors = (part[role.value] for pair in pairs for role in roles for part in pair if role.value in part)
+    return [factor.weight for factor in factors]
+
+
+def merge_role(model: CausalWanTransformer, role: Role) -> CausalWanTransformer:
+    """Return a weight set that serves ``role`` alone, with its LoRA merged in.
+
+    Whatever the LoRA does not touch is shared with ``model``, so neither may be changed afterwards.
+    """
+    layers = role_linears(model)
+    state = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    with torch.inference_mode(False), torch.no_grad():
+        state |= {f"{name}.weight": layer.merged_weight(role) for name, layer in layers.items()}
+        with torch.device("meta"):
+            merged = CausalWanTransformer(model.config, serves=role)
+        merged.load_state_dict(state, assign=True)
+    return merged.requires_grad_(False).eval()
+
+
+def models_by_role(model: CausalWanTransformer, *, merged: bool) -> dict[Role, CausalWanTransformer]:
+    """Return the model to run for each role: two merged weight sets, or ``model`` itself for both (less memory)."""
+    return {role: merge_role(model, role) if merged else model for role in Role}
