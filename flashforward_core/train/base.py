@@ -1,0 +1,96 @@
+"""Train the bidirectional base model and the text encoder by flow matching, dense clips and sparse ones in turn."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from flashforward_core.graph.task import Role
+from flashforward_core.model.text import ByteT5Encoder
+from flashforward_core.model.transformer import CausalWanTransformer
+from flashforward_core.specs import StageSchedule
+from flashforward_core.train.data import LatentPool
+from flashforward_core.train.loop import LoopConfig, train
+
+SHIFT = 5.0
+CAPTION_DROP = 0.1
+
+
+def draw_sigmas(shape: tuple[int, ...], generator: torch.Generator, *, device: torch.device) -> Tensor:
+    """Draw noise levels: half from the shifted uniform, half from the four levels that inference starts a stage at."""
+    u = torch.rand(shape, generator=generator, device=device)
+    free = SHIFT * u / (1 + (SHIFT - 1) * u)
+    levels = torch.tensor(StageSchedule(shift=SHIFT).sigmas[:-1], device=device)
+    picked = levels[torch.randint(len(levels), shape, generator=generator, device=device)]
+    return torch.where(torch.rand(shape, generator=generator, device=device) < 0.5, free, picked)
+
+
+def flow_loss(velocity: Tensor, clean: Tensor, noise: Tensor) -> Tensor:
+    """Return the squared error of v = noise - clean per batch row and latent frame, [B, F]."""
+    return ((velocity.float() - (noise - clean)) ** 2).mean((1, 3, 4))
+
+
+class BaseStep(nn.Module):
+    """One bidirectional flow-matching forward; the renderer's role stands for both while they are alike."""
+
+    def __init__(self, model: CausalWanTransformer, text: ByteT5Encoder, *, autocast: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.text = text
+        self.autocast = autocast
+
+    def forward(
+        self, clean: Tensor, ids: Tensor, mask: Tensor, sigma: Tensor, noise: Tensor, frames: Tensor
+    ) -> dict[str, Tensor]:
+        """Score clips [B, 16, F, h, w] at one sigma each [B]; ``frames`` [F] are their absolute latent indices."""
+        s = sigma.view(-1, 1, 1, 1, 1)
+        with torch.autocast(clean.device.type, torch.bfloat16, enabled=self.autocast):
+            text = self.model.text_context(self.text(ids, mask), Role.RENDERER)
+            times = (1000 * sigma).unsqueeze(1).expand(-1, clean.shape[2])
+            velocity = self.model(
+                (1 - s) * clean + s * noise, timestep_BF=times, text=text, frames=frames, role=Role.RENDERER
+            )
+        return {"loss": flow_loss(velocity, clean, noise).mean()}
+
+
+def train_base(
+    model: CausalWanTransformer,
+    text: ByteT5Encoder,
+    pool: LatentPool,
+    config: LoopConfig,
+    *,
+    accelerator: Accelerator,
+    layouts: Sequence[tuple[int, int, int]],
+    compiled: bool = True,
+) -> tuple[CausalWanTransformer, ByteT5Encoder]:
+    """Train on ``layouts`` (clips per batch, latent frames, stride between them) in turn; return the averaged weights."""
+    device = accelerator.device
+    step = BaseStep(model, text, autocast=device.type == "cuda")
+    if compiled:
+        step.compile()
+
+    def batch(generator: torch.Generator, number: int) -> tuple[object, ...]:
+        count, length, stride = layouts[number % len(layouts)]
+        frames = torch.arange(length, device=device) * stride
+        clean, ids, mask = pool.sample(count, generator, drop=CAPTION_DROP)
+        clean = clean[:, :, frames]
+        noise = torch.randn(clean.shape, generator=generator, device=device)
+        return clean, ids, mask, draw_sigmas((count,), generator, device=device), noise, frames
+
+    best = train(step, config, accelerator=accelerator, batch=batch)
+    return best.model, best.text
+
+
+def save_base(model: CausalWanTransformer, text: ByteT5Encoder, path: Path) -> None:
+    """Write a training checkpoint of both, for the next step to start from."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"model": model.state_dict(), "text": text.state_dict()}, path)
+
+
+def load_base(model: CausalWanTransformer, text: ByteT5Encoder, path: Path) -> None:
+    """Read what ``save_base`` wrote into ``model`` and ``text``."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    model.load_state_dict(state["model"])
+    text.load_state_dict(state["text"])

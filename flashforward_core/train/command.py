@@ -1,0 +1,185 @@
+"""``python -m flashforward_core train``: one command per training step of the embedded model.
+
+Each step reads what the one before wrote under ``--out`` and can be interrupted and run again. Several GPUs:
+``torchrun --nproc-per-node N -m flashforward_core train STEP …``, which multiplies the batch by N.
+"""
+
+import argparse
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from diffusers import AutoencoderKLWan
+
+from flashforward_core.graph.task import Role
+from flashforward_core.model.config import EMBEDDED
+from flashforward_core.model.roles import attach_roles
+from flashforward_core.model.text import ByteT5Encoder
+from flashforward_core.model.transformer import CausalWanTransformer
+from flashforward_core.train import base as base_step
+from flashforward_core.train import sft as sft_step
+from flashforward_core.train.data import LatentPool
+from flashforward_core.train.export import export_model
+from flashforward_core.train.loop import LoopConfig
+from flashforward_core.train.synthetic import FPS, HEIGHT, WIDTH
+from flashforward_core.train.vae_train import (
+    HELD_OUT,
+    ClipPool,
+    VaeStage,
+    evaluate_vae,
+    load_vae,
+    measure_latents,
+    new_vae,
+    report,
+    save_vae,
+    train_vae,
+)
+
+log = logging.getLogger(__name__)
+
+CLIP_FRAMES = 321  # 81 latents, 20 seconds
+ROLE_RANK = 8
+TOKENS = (WIDTH // 16) * (HEIGHT // 16)
+assert FPS == 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A training step and its defaults, those of the shipped model."""
+
+    run: Callable[[argparse.Namespace, Accelerator], None]
+    steps: int
+    clips: int
+    lr: float
+    help: str
+
+
+def _vae(args: argparse.Namespace, accelerator: Accelerator) -> None:
+    share = [0.15, 0.35, 0.5]
+    shapes = [(1, 256), (17, 16), (49, 8)]
+    lrs = [args.lr, args.lr, args.lr * 0.5]
+    stages = [
+        VaeStage(
+            frames=frames,
+            batch=max(1, batch * args.clips // 8),
+            steps=math.ceil(args.steps * part),
+            lr=lr,
+            max_s=args.max_s * part,
+        )
+        for part, (frames, batch), lr in zip(share, shapes, lrs, strict=True)
+    ]
+    vae = new_vae()
+    pool = ClipPool(_seeds(args.scenes, accelerator), 65, device=accelerator.device)
+    vae = train_vae(
+        vae, stages, out=args.out / "vae_run", pool=pool, accelerator=accelerator, seed=args.seed, compiled=args.compile
+    )
+    if accelerator.is_main_process:
+        _finish_vae(vae, args.out, accelerator.device, held_out=args.held_out)
+
+
+def _finish_vae(vae: AutoencoderKLWan, out: Path, device: torch.device, *, held_out: int) -> None:
+    vae = vae.eval().float()
+    preview = measure_latents(vae, range(16), frames=161, device=device)
+    save_vae(vae, out / "vae")
+    preview.save(out / "vae")
+    result = evaluate_vae(load_vae(out / "vae", device), range(HELD_OUT, HELD_OUT + held_out), frames=CLIP_FRAMES, device=device)
+    report(result, out / "vae_report.json")
+    log.info("autoencoder: %s", {k: v for k, v in result.items() if k != "psnr_per_frame"})
+
+
+def _seeds(count: int, accelerator: Accelerator) -> range:
+    """Give each process its own share of the training scenes."""
+    return range(accelerator.process_index, count, accelerator.num_processes)
+
+
+def _models() -> tuple[CausalWanTransformer, ByteT5Encoder]:
+    return CausalWanTransformer(EMBEDDED), ByteT5Encoder.create(text_len=EMBEDDED.text_len, text_dim=EMBEDDED.text_dim)
+
+
+def _pool(args: argparse.Namespace, text: ByteT5Encoder, accelerator: Accelerator) -> LatentPool:
+    vae = load_vae(args.out / "vae", accelerator.device)
+    seeds = _seeds(args.scenes, accelerator)
+    return LatentPool.encode(vae, text, seeds, frames=CLIP_FRAMES, device=accelerator.device)
+
+
+def _config(args: argparse.Namespace, name: str) -> LoopConfig:
+    return LoopConfig(out=args.out / f"{name}_run", steps=args.steps, lr=args.lr, seed=args.seed, max_s=args.max_s)
+
+
+def _base(args: argparse.Namespace, accelerator: Accelerator) -> None:
+    model, text = _models()
+    layouts = [(args.clips, 21, 1), (args.clips * 2, 9, 10)]
+    model, text = base_step.train_base(
+        model,
+        text,
+        _pool(args, text, accelerator),
+        _config(args, "base"),
+        accelerator=accelerator,
+        layouts=layouts,
+        compiled=args.compile,
+    )
+    if accelerator.is_main_process:
+        base_step.save_base(model, text, args.out / "base.pt")
+
+
+def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
+    model, text = _models()
+    base_step.load_base(model, text, args.out / "base.pt")
+    attach_roles(model, rank=ROLE_RANK, alpha=ROLE_RANK)
+    lengths = (81, 81, 41, 81, 21)
+    model, text = sft_step.train_sft(
+        model,
+        text,
+        _pool(args, text, accelerator),
+        sft_step.layouts_for(lengths, width=WIDTH, height=HEIGHT, device=accelerator.device),
+        _config(args, "sft"),
+        accelerator=accelerator,
+        clips=args.clips,
+        tokens=TOKENS,
+        compiled=args.compile,
+    )
+    if accelerator.is_main_process:
+        export_model(model, text, vae=args.out / "vae", folder=args.out / "assets", roles=tuple(Role))
+
+
+STEPS = {
+    "vae": Step(run=_vae, steps=6000, clips=8, lr=3e-3, help="the autoencoder"),
+    "base": Step(run=_base, steps=3000, clips=64, lr=1e-3, help="the bidirectional base and the text encoder"),
+    "sft": Step(run=_sft, steps=4000, clips=16, lr=5e-4, help="both roles, packed supervised fine-tuning"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``train`` to its parser."""
+    parser.add_argument("step", choices=STEPS, help="; ".join(f"{name}: {step.help}" for name, step in STEPS.items()))
+    parser.add_argument("--out", type=Path, default=Path(".train"), help="folder of checkpoints and results")
+    parser.add_argument("--steps", type=int, help="optimiser steps in all")
+    parser.add_argument("--clips", type=int, help="clips per batch and process")
+    parser.add_argument("--lr", type=float, help="peak learning rate")
+    parser.add_argument("--scenes", type=int, default=4096, help="procedural scenes to train on")
+    parser.add_argument("--held-out", type=int, default=16, help="scenes that the autoencoder is measured on")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-s", type=float, default=math.inf, help="stop after this many seconds of training")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="run eagerly")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one training step."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    logging.getLogger("accelerate").setLevel(logging.WARNING)
+    step = STEPS[args.step]
+    for name in ("steps", "clips", "lr"):
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(step, name))
+        if getattr(args, name) <= 0:
+            raise ValueError(f"{name}={getattr(args, name)} is not above 0; use {name}={getattr(step, name)}")
+    torch.manual_seed(args.seed)
+    if torch.cuda.is_available():
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+    step.run(args, Accelerator())
+    return 0

@@ -1,0 +1,60 @@
+"""Training clips as normalised latents with tokenised captions, drawn from the procedural scenes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from diffusers import AutoencoderKLWan
+from torch import Tensor
+
+from flashforward_core.model.text import ByteT5Encoder
+from flashforward_core.train.synthetic import render_scene, sample_scene
+from flashforward_core.train.vae_train import encode_mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentPool:
+    """Clips [N, 16, F, 16, 24] in bfloat16 with token ids [N, T] and their mask, all on one device."""
+
+    latents: Tensor
+    ids: Tensor
+    mask: Tensor
+    empty_ids: Tensor
+    empty_mask: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def encode(
+        cls,
+        vae: AutoencoderKLWan,
+        text: ByteT5Encoder,
+        seeds: Sequence[int],
+        *,
+        frames: int,
+        device: torch.device,
+    ) -> "LatentPool":
+        """Draw the scenes numbered ``seeds``, ``frames`` video frames each, and encode them."""
+        mean = torch.tensor(vae.config.latents_mean, device=device).view(1, -1, 1, 1, 1)
+        std = torch.tensor(vae.config.latents_std, device=device).view(1, -1, 1, 1, 1)
+        latents, captions = [], []
+        for seed in seeds:
+            scene = sample_scene(seed)
+            video = render_scene(scene, frames, device=device)[0].unsqueeze(0)
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                z = encode_mean(vae, video)
+            latents.append(((z.float() - mean) / std).bfloat16())
+            captions.append(scene.caption)
+        ids, mask = text.tokenise(captions)
+        empty_ids, empty_mask = text.tokenise([""])
+        parts = (ids, mask, empty_ids, empty_mask)
+        ids, mask, empty_ids, empty_mask = (part.to(device) for part in parts)
+        return cls(latents=torch.cat(latents), ids=ids, mask=mask, empty_ids=empty_ids, empty_mask=empty_mask)
+
+    def sample(self, count: int, generator: torch.Generator, *, drop: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Return clips in float32, ids and mask; captions are emptied with probability ``drop``."""
+        device = self.latents.device
+        rows = torch.randint(len(self.latents), (count,), generator=generator, device=device)
+        dropped = torch.rand(count, 1, generator=generator, device=device) < drop
+        ids = torch.where(dropped, self.empty_ids, self.ids[rows])
+        mask = torch.where(dropped, self.empty_mask, self.mask[rows])
+        return self.latents[rows].float(), ids, mask

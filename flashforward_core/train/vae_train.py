@@ -1,0 +1,214 @@
+"""Train the embedded autoencoder on procedural clips, in three stages of growing clip length."""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from diffusers import AutoencoderKLWan
+from torch import Tensor, nn
+
+from flashforward_core.model.vae import Preview, fit_preview
+from flashforward_core.train.loop import LoopConfig, train
+from flashforward_core.train.synthetic import classify_colours, render_batch, render_scene, sample_scene
+from flashforward_core.train.vae_whole import decode_whole, encode_moments_whole
+
+log = logging.getLogger(__name__)
+
+HELD_OUT = 1_000_000  # scene seeds from here on are never trained on
+
+
+def new_vae() -> AutoencoderKLWan:
+    """Build the embedded autoencoder with random weights: 16 latent channels, 8x in space, 4x in time."""
+    return AutoencoderKLWan(
+        base_dim=16,
+        z_dim=16,
+        dim_mult=[1, 2, 4, 4],
+        num_res_blocks=1,
+        attn_scales=[],
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * 16,
+        latents_std=[1.0] * 16,
+    )
+
+
+class ClipPool:
+    """Procedural clips drawn once and kept as bytes on the device; a sample is a random window of a random clip."""
+
+    def __init__(self, seeds: Sequence[int], frames: int, *, device: torch.device) -> None:
+        self.video = torch.empty(len(seeds), 3, frames, 128, 192, dtype=torch.uint8, device=device)
+        self.mask = torch.empty(len(seeds), 1, frames, 128, 192, dtype=torch.bool, device=device)
+        for row, seed in enumerate(seeds):
+            video, mask = render_batch([sample_scene(seed)], frames, device=device)
+            self.video[row] = ((video[0] + 1) * 127.5).round().clamp(0, 255).byte()
+            self.mask[row] = mask[0] > 0.1
+
+    def sample(self, count: int, frames: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return video [B, 3, F, H, W] in -1..1 and the sprites' pixels [B, 1, F, H, W]."""
+        clips, _, length = self.video.shape[:3]
+        device = self.video.device
+        rows = torch.randint(clips, (count, 1), generator=generator, device=device)
+        starts = torch.randint(length - frames + 1, (count, 1), generator=generator, device=device)
+        times = starts + torch.arange(frames, device=device)
+        video = self.video.transpose(1, 2)[rows, times].transpose(1, 2)
+        mask = self.mask.transpose(1, 2)[rows, times].transpose(1, 2)
+        return video.float() / 127.5 - 1, mask.float()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VaeLoss:
+    """Weights of the reconstruction loss. The sprites are a few percent of the pixels, so they count more."""
+
+    mse: float = 4.0
+    gradient: float = 0.5
+    sprite: float = 6.0
+    kl: float = 3e-5
+
+
+class VaeStep(nn.Module):
+    """Reconstruct a batch of clips and score it."""
+
+    def __init__(self, vae: AutoencoderKLWan, weights: VaeLoss, *, as_conv2d: bool, autocast: bool) -> None:
+        super().__init__()
+        self.vae = vae
+        self.weights = weights
+        self.as_conv2d = as_conv2d
+        self.autocast = autocast
+
+    def forward(self, video: Tensor, mask: Tensor, noise: Tensor) -> dict[str, Tensor]:
+        """Return the losses; ``noise`` [B, 16, f, h, w] samples the posterior."""
+        w = self.weights
+        with torch.autocast(video.device.type, torch.bfloat16, enabled=self.autocast):
+            moments = encode_moments_whole(self.vae, video, as_conv2d=self.as_conv2d)
+            mean, log_var = moments.float().chunk(2, dim=1)
+            log_var = log_var.clamp(-30, 20)
+            z = mean + torch.exp(0.5 * log_var) * noise
+            out = decode_whole(self.vae, z, as_conv2d=self.as_conv2d).float()
+        kl = 0.5 * (mean**2 + log_var.exp() - 1 - log_var).mean()
+        weight = 1 + w.sprite * mask
+        weight = weight / weight.mean()
+        error = out - video
+        rows = (out.diff(dim=3) - video.diff(dim=3)).abs().mean()
+        columns = (out.diff(dim=4) - video.diff(dim=4)).abs().mean()
+        loss = (weight * (error.abs() + w.mse * error**2)).mean() + w.gradient * (rows + columns)
+        mse = (error**2).mean()
+        sprite_mse = (error**2 * mask).sum() / (3 * mask.sum()).clamp(min=1)
+        return {
+            "loss": loss + w.kl * kl,
+            "psnr": 10 * torch.log10(4 / mse),
+            "sprite_psnr": 10 * torch.log10(4 / sprite_mse.clamp(min=1e-8)),
+            "kl": kl,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VaeStage:
+    """One stage: clips of ``frames`` video frames, ``batch`` of them per process."""
+
+    frames: int
+    batch: int
+    steps: int
+    lr: float
+    max_s: float
+
+
+def train_vae(
+    vae: AutoencoderKLWan,
+    stages: Sequence[VaeStage],
+    *,
+    out: Path,
+    pool: ClipPool,
+    accelerator: Accelerator,
+    seed: int,
+    as_conv2d: bool = True,
+    compiled: bool = True,
+) -> AutoencoderKLWan:
+    """Run the stages one after the other, each from the averaged weights of the one before."""
+    cuda = accelerator.device.type == "cuda"
+    if cuda:
+        vae.to(memory_format=torch.channels_last if as_conv2d else torch.channels_last_3d)
+    for number, stage in enumerate(stages):
+        step = VaeStep(vae, VaeLoss(), as_conv2d=as_conv2d, autocast=cuda)
+        if compiled:
+            step.compile()
+
+        def batch(generator: torch.Generator, _: int, stage: VaeStage = stage) -> tuple[Tensor, ...]:
+            video, mask = pool.sample(stage.batch, stage.frames, generator)
+            size = (stage.batch, 16, (stage.frames - 1) // 4 + 1, 16, 24)
+            return video, mask, torch.randn(size, generator=generator, device=accelerator.device)
+
+        config = LoopConfig(
+            out=out / f"stage{number}", steps=stage.steps, lr=stage.lr, max_s=stage.max_s, seed=seed + number
+        )
+        vae = train(step, config, accelerator=accelerator, batch=batch).vae
+    return vae
+
+
+@torch.inference_mode()
+def measure_latents(vae: AutoencoderKLWan, seeds: Sequence[int], *, frames: int, device: torch.device) -> Preview:
+    """Write the latents' per-channel mean and deviation into ``vae``'s config; return the fitted preview."""
+    latents, videos = [], []
+    for seed in seeds:
+        video = render_scene(sample_scene(seed), frames, device=device)[0].unsqueeze(0)
+        latents.append(encode_mean(vae, video).float())
+        videos.append(((video + 1) * 127.5).round().clamp(0, 255).byte().movedim(1, -1))
+    z = torch.cat(latents)
+    mean, std = z.mean((0, 2, 3, 4)), z.std((0, 2, 3, 4))
+    vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
+    unit = (z - mean.view(1, -1, 1, 1, 1)) / std.view(1, -1, 1, 1, 1)
+    return fit_preview(unit, torch.cat(videos))
+
+
+def encode_mean(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
+    """Encode to the posterior's mean [B, 16, f, h, w], un-normalised."""
+    return encode_moments_whole(vae, video, as_conv2d=video.is_cuda).chunk(2, dim=1)[0]
+
+
+@torch.inference_mode()
+def evaluate_vae(vae: AutoencoderKLWan, seeds: Sequence[int], *, frames: int, device: torch.device) -> dict[str, object]:
+    """Reconstruct held-out clips in float32 and report PSNR overall, per frame, in the sprites, and colour classes."""
+    per_frame = torch.zeros(frames, device=device)
+    sprite_error, sprite_pixels, right, seen = 0.0, 0.0, 0, 0
+    for seed in seeds:
+        scene = sample_scene(seed)
+        video, masks = render_scene(scene, frames, device=device)
+        z = encode_mean(vae, video.unsqueeze(0))
+        out = decode_whole(vae, z, as_conv2d=device.type == "cuda")[0].clamp(-1, 1)
+        error = (out - video) ** 2
+        per_frame += error.mean((0, 2, 3)) / len(seeds)
+        box = masks.amax(0) > 0.1
+        sprite_error += float((error * box).sum())
+        sprite_pixels += 3 * float(box.sum())
+        for sprite, names in zip(scene.sprites, classify_colours(out, masks), strict=True):
+            right += sum(name == sprite.colour for name in names)
+            seen += sum(name is not None for name in names)
+    psnr = 10 * torch.log10(4 / per_frame)
+    return {
+        "clips": len(seeds),
+        "frames": frames,
+        "psnr": float(10 * torch.log10(4 / per_frame.mean())),
+        "sprite_psnr": 10 * float(torch.log10(torch.tensor(4 * sprite_pixels / max(sprite_error, 1e-9)))),
+        "psnr_per_frame": [round(p, 3) for p in psnr.tolist()],
+        "psnr_spread_from_13": float(psnr[13:].max() - psnr[13:].min()) if frames > 14 else 0.0,
+        "colour_right": right / max(1, seen),
+    }
+
+
+def save_vae(vae: AutoencoderKLWan, folder: Path, *, dtype: torch.dtype = torch.float16) -> None:
+    """Write config and weights in diffusers' layout."""
+    vae.to(dtype).save_pretrained(folder)
+
+
+def load_vae(folder: Path, device: torch.device) -> AutoencoderKLWan:
+    """Read a folder written by ``save_vae`` as float32, offline."""
+    return AutoencoderKLWan.from_pretrained(folder, local_files_only=True, torch_dtype=torch.float32).to(device).eval()
+
+
+def report(results: dict[str, object], path: Path) -> None:
+    """Write an evaluation beside the weights."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")

@@ -1,0 +1,129 @@
+"""The packed training forward equals the forwards that inference runs one by one."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashforward_core.graph.schedules import build_graph
+from flashforward_core.graph.task import ForwardTask, Kind, Role, Slot, Space
+from flashforward_core.model.config import WanConfig
+from flashforward_core.model.roles import attach_roles
+from flashforward_core.model.transformer import CausalWanTransformer
+from flashforward_core.specs import AnchorPlan, History, RolloutSpec, VideoShape
+from flashforward_core.train.packing import dense_attention, pack
+
+pytestmark = pytest.mark.cpu
+
+CONFIG = WanConfig(name="custom", dim=48, ffn_dim=64, num_heads=2, num_layers=2, text_dim=16, text_len=8, freq_dim=32)
+SIGMA = {Role.PLANNER: 0.7, Role.RENDERER: 0.4}
+
+
+def tiny_spec(latent_frames: int) -> RolloutSpec:
+    return RolloutSpec(
+        shape=VideoShape(width=32, height=32, latent_frames=latent_frames),
+        anchors=AnchorPlan(stride=4),
+        history=History(chunks=2, planner_blocks=1),
+    )
+
+
+def tiny_model() -> CausalWanTransformer:
+    torch.manual_seed(0)
+    model = CausalWanTransformer(CONFIG)
+    attach_roles(model, rank=2, alpha=2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model.double()
+
+
+class StoredKV:
+    """Keys and values of the slots that a task reads, then its own, which it keeps."""
+
+    def __init__(self, store: dict[Slot, list[tuple[Tensor, Tensor]]], slots: list[Slot]) -> None:
+        self.read = [store[slot] for slot in slots]
+        self.own: list[tuple[Tensor, Tensor]] = []
+
+    def extend(self, block: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self.own.append((k, v))
+        pairs = [page[block] for page in self.read] + [(k, v)]
+        return torch.cat([p[0] for p in pairs], 1), torch.cat([p[1] for p in pairs], 1)
+
+
+def run_task(model, task: ForwardTask, spec: RolloutSpec, x_BCFHW: Tensor, frames: list[int], sigma: float, text, store):
+    slots = [slot for slot in task.reads if slot.space in (Space.KV, Space.ANCHOR_KV)]
+    kv = StoredKV(store, slots)
+    out = model(
+        x_BCFHW,
+        timestep_BF=torch.full((1, len(frames)), 1000 * sigma, dtype=torch.float64),
+        text=text[task.role],
+        frames=torch.tensor(frames),
+        role=task.role,
+        kv=kv,
+    )
+    tokens = spec.shape.tokens_per_frame
+    written = [slot for slot in task.writes if slot.space in (Space.KV, Space.ANCHOR_KV)]
+    for number, slot in enumerate(written):
+        cut = slice(None) if slot.space is Space.KV else slice(number * tokens, (number + 1) * tokens)
+        store[slot] = [(k[:, cut], v[:, cut]) for k, v in kv.own]
+    return out
+
+
+def separate_forwards(model, spec: RolloutSpec, clean: Tensor, noisy: dict[Role, Tensor], text) -> dict[str, Tensor]:
+    """Run the first stage of every task by itself, on teacher-forced latents."""
+    store: dict[Slot, list[tuple[Tensor, Tensor]]] = {}
+    positions = spec.anchor_positions()
+    found: dict[str, Tensor] = {}
+    for task in build_graph(spec, decode=False).tasks:
+        if task.kind is Kind.DENOISE and task.stage > 0:
+            continue
+        if task.role is Role.PLANNER:
+            frames = [positions[a] for a in spec.anchor_blocks()[task.index]]
+        else:
+            frames = list(spec.chunk(task.index))
+        committing = task.kind is Kind.COMMIT
+        x = (clean if committing else noisy[task.role])[:, :, frames]
+        sigma = 0.0 if committing else SIGMA[task.role]
+        found[task.id] = run_task(model, task, spec, x, frames, sigma, text, store)
+    return found
+
+
+@pytest.mark.parametrize(("latent_frames", "padded"), [(13, None), (14, None), (7, 14)])
+def test_packed_forward_equals_separate_forwards(latent_frames: int, padded: int | None) -> None:
+    spec, model = tiny_spec(latent_frames), tiny_model()
+    packing = pack(spec, padded_to=tiny_spec(padded) if padded else None)
+    longest = padded or latent_frames
+    clean, noise = (torch.randn(1, 16, longest, 4, 4, dtype=torch.float64) for _ in range(2))
+    noisy = {role: (1 - s) * clean + s * noise for role, s in SIGMA.items()}
+    embedding = torch.randn(1, CONFIG.text_len, CONFIG.text_dim, dtype=torch.float64)
+    text = {role: model.text_context(embedding, role) for role in Role}
+    separate = separate_forwards(model, spec, clean, noisy, text)
+
+    count = packing.num_anchors
+    anchors = list(packing.frames[:count])
+    packed = torch.cat((clean[:, :, anchors], noisy[Role.PLANNER][:, :, anchors], noisy[Role.RENDERER]), dim=2)
+    levels = [0.0] * count + [SIGMA[Role.PLANNER]] * count + [SIGMA[Role.RENDERER]] * longest
+    out = model(
+        packed,
+        timestep_BF=1000 * torch.tensor([levels], dtype=torch.float64),
+        text=[text[Role.PLANNER], text[Role.RENDERER]],
+        frames=torch.tensor(packing.frames),
+        segments=packing.segments,
+        self_attend=dense_attention(packing.visible, spec.shape.tokens_per_frame),
+    )
+    for task_id, expected in separate.items():
+        role, kind, unit, *_ = task_id.split("/")
+        index = int(unit[1:])
+        if kind == "commit":
+            continue  # a commit's output is nobody's
+        if role == "planner":
+            where = [count + a for a in spec.anchor_blocks()[index]]
+        else:
+            where = [packing.chunk_frame(frame) for frame in spec.chunk(index)]
+        # float64: the sums differ only in the order of their terms
+        torch.testing.assert_close(out[:, :, where], expected, rtol=0, atol=1e-10)
+
+
+def test_unused_frames_of_a_padded_packing_are_marked() -> None:
+    packing = pack(tiny_spec(7), padded_to=tiny_spec(14))
+    used = [packing.frames[i] for i in torch.nonzero(packing.used).flatten().tolist()]
+    assert used == [0, 4, 0, 4, *range(7)]
