@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashforward_core.registry import Registry
+from ..registry import Registry
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 

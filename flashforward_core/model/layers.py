@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flashforward_core.graph.task import Role
-from flashforward_core.model.config import ROPE_THETA, WanConfig
+from ..graph.task import Role
+from .config import ROPE_THETA, WanConfig
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

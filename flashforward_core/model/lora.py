@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flashforward_core.graph.task import Role
-from flashforward_core.model.files import read_tensors
-from flashforward_core.model.roles import TARGETS, role_linear, role_linears
-from flashforward_core.model.transformer import CausalWanTransformer
+from ..graph.task import Role
+from .files import read_tensors
+from .roles import TARGETS, role_linear, role_linears
+from .transformer import CausalWanTransformer
 
 FORMAT = "flashforward-role-lora"
 PREFIX = "transformer."

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from flashforward_core.graph.task import Role
-from flashforward_core.model.config import WanConfig
-from flashforward_core.model.layers import RoleLinear
-from flashforward_core.model.transformer import CausalWanTransformer
+from ..graph.task import Role
+from .config import WanConfig
+from .layers import RoleLinear
+from .transformer import CausalWanTransformer
 
 TARGETS = (
     *(f"{attention}.{name}" for attention in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v", "to_out.0")),

@@ -17,10 +17,10 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flashforward_core.graph.task import Role
-from flashforward_core.model.attention import AttentionFn, sdpa
-from flashforward_core.model.config import PATCH, WanConfig
-from flashforward_core.model.layers import (
+from ..graph.task import Role
+from .attention import AttentionFn, sdpa
+from .config import PATCH, WanConfig
+from .layers import (
     LayerNorm,
     RMSNorm,
     Rotation,
