@@ -47,6 +47,10 @@ class Result:
 Progress = Callable[[str, int, int], None]
 """Called with node id, steps done and steps in all."""
 
+Preview = Callable[[bytes], None]
+"""Called with each preview's encoded image."""
+PREVIEW_EVENT = (1).to_bytes(4, "big")  # the websocket's mark of a preview image; 4 bytes of image type follow
+
 
 @dataclass(frozen=True, slots=True)
 class Client:
@@ -98,15 +102,19 @@ class Client:
             time.sleep(POLL_S)
         raise RunError(f"the run took longer than {timeout_s:.0f} s")
 
-    async def _follow(self, prompt: Json, workflow: Json | None, on_progress: Progress) -> str:
+    async def _follow(
+        self, prompt: Json, workflow: Json | None, on_progress: Progress, on_preview: Preview | None
+    ) -> str:
         import aiohttp  # one of ComfyUI's own requirements
 
         url = f"{self.url}/ws?clientId={self.client_id}"
         async with aiohttp.ClientSession() as session, session.ws_connect(url, max_msg_size=0) as socket:
             prompt_id = self.queue(prompt, workflow=workflow)
             async for message in socket:
+                if message.type is aiohttp.WSMsgType.BINARY and message.data[:4] == PREVIEW_EVENT and on_preview:
+                    on_preview(message.data[8:])
                 if message.type is not aiohttp.WSMsgType.TEXT:
-                    continue  # previews are binary
+                    continue
                 event = json.loads(message.data)
                 data = event.get("data") or {}
                 if data.get("prompt_id") != prompt_id:
@@ -117,14 +125,21 @@ class Client:
                     return prompt_id
         raise RunError("the server closed the connection")
 
-    def run(self, prompt: Json, *, workflow: Json | None = None, on_progress: Progress | None = None) -> Result:
-        """Queue, follow and wait; an error while running raises ``RunError``."""
+    def run(
+        self,
+        prompt: Json,
+        *,
+        workflow: Json | None = None,
+        on_progress: Progress | None = None,
+        on_preview: Preview | None = None,
+    ) -> Result:
+        """Queue, follow and wait; an error while running raises ``RunError``. Previews come only with progress."""
         import asyncio
 
         if on_progress is None:
             prompt_id = self.queue(prompt, workflow=workflow)
         else:
-            prompt_id = asyncio.run(self._follow(prompt, workflow, on_progress))
+            prompt_id = asyncio.run(self._follow(prompt, workflow, on_progress, on_preview))
         result = self.wait(prompt_id)
         if result.status.get("status_str") != "success":
             raise RunError(_failure(result.status))

@@ -153,16 +153,29 @@ def comfyui_requirements(comfy: Path) -> list[str]:
     return [line for line in lines if line and line not in NOT_FROM_COMFYUI] + ["requests"]
 
 
+def _is_linked(comfy: Path, root: Path) -> bool:
+    nodes = comfy / "custom_nodes"
+    return nodes.is_dir() and any(entry.resolve() == root.resolve() for entry in nodes.iterdir())
+
+
 def link_pack(comfy: Path, root: Path) -> None:
     """Link the pack into custom_nodes unless it is there already, under whatever name."""
-    nodes = comfy / "custom_nodes"
-    nodes.mkdir(exist_ok=True)
-    if any(entry.resolve() == root.resolve() for entry in nodes.iterdir()):
+    if _is_linked(comfy, root):
         return
-    link = nodes / PACK_NAME
+    link = comfy / "custom_nodes" / PACK_NAME
+    link.parent.mkdir(exist_ok=True)
     if link.exists() or link.is_symlink():
         raise HostError(f"{link} exists and is not this pack ({root}); move it away, then run this again")
     link.symlink_to(root, target_is_directory=True)
+
+
+def provisioned(root: Path = ROOT) -> Host | None:
+    """Return the host that ``provision`` made, or None; changes nothing."""
+    own = os.environ.get("COMFYUI_DIR")
+    comfy = Path(own).expanduser().resolve() if own else root / ".comfyui" / "ComfyUI"
+    host = Host(root=root, comfy=comfy, python=root / ".venv" / "bin" / "python")
+    ready = host.python.exists() and (comfy / "main.py").is_file() and _is_linked(comfy, root)
+    return host if ready else None
 
 
 def provision(root: Path = ROOT, *, dev: bool = False) -> Host:
