@@ -1,0 +1,120 @@
+"""What a task costs: one round per forward, or seconds fitted to measurements on a device."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..graph.passes import KV_SPACES, TaskCost
+from ..graph.task import ForwardTask, Kind, Role, Slot, Space
+from ..specs import RolloutSpec
+
+
+def rounds(task: ForwardTask) -> float:
+    """Count one per forward and nothing for decoding: the unit in which layouts are compared."""
+    return 1.0 if task.is_forward else 0.0
+
+
+def slot_frames(slot: Slot, spec: RolloutSpec) -> int:
+    """Return the latent frames that a slot holds; an anchor's KV is one."""
+    if slot.space is Space.ANCHOR_KV:
+        return 1
+    if slot.space is Space.ANCHOR_LATENT:
+        return len(spec.anchor_blocks()[slot.index])
+    return len(spec.chunk(slot.index))
+
+
+def num_keys(task: ForwardTask, spec: RolloutSpec) -> int:
+    """Return the tokens that a forward attends to, its own included."""
+    own = len(spec.anchor_blocks()[task.index]) if task.role is Role.PLANNER else len(spec.chunk(task.index))
+    seen = sum(slot_frames(slot, spec) for slot in task.reads if slot.space in KV_SPACES)
+    return (own + seen) * spec.shape.tokens_per_frame
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Seconds per task on one device: a forward costs ``forward_s + key_s * keys``."""
+
+    forward_s: float
+    """Seconds of a forward, apart from its keys."""
+    key_s: float = 0.0
+    """Seconds per key token that a forward attends to."""
+    decode_frame_s: float = 0.0
+    """Seconds to decode one latent frame."""
+
+    def __post_init__(self) -> None:
+        for name in ("forward_s", "key_s", "decode_frame_s"):
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name}={value} is not a duration of 0 or more; measure the forwards again")
+
+    @classmethod
+    def fit(cls, forwards: Mapping[int, float], *, decode_frame_s: float = 0.0) -> "CostModel":
+        """Fit a line to measured forwards, key tokens -> seconds, by least squares.
+
+        One measurement fixes only ``forward_s``. A line that falls or starts below 0 is no cost and raises
+        ``ValueError``.
+        """
+        if not forwards:
+            raise ValueError("forwards is empty; measure at least one forward, better three or more")
+        mean_keys = sum(forwards) / len(forwards)
+        mean_s = sum(forwards.values()) / len(forwards)
+        spread = sum((keys - mean_keys) ** 2 for keys in forwards)
+        slope = sum((keys - mean_keys) * (s - mean_s) for keys, s in forwards.items()) / spread if spread else 0.0
+        return cls(forward_s=mean_s - slope * mean_keys, key_s=slope, decode_frame_s=decode_frame_s)
+
+    def of(self, spec: RolloutSpec) -> TaskCost:
+        """Return the seconds of each task of a rollout of ``spec``."""
+
+        def seconds(task: ForwardTask) -> float:
+            if task.kind is Kind.DECODE:
+                return self.decode_frame_s * len(spec.chunk(task.index))
+            return self.forward_s + self.key_s * num_keys(task, spec) if task.is_forward else 0.0
+
+        return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostKey:
+    """What a fit was measured on."""
+
+    device: str
+    """The device's own name, such as ``NVIDIA H200``."""
+    model: str
+    resolution: str
+    precision: str
+
+
+def _read_fits(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    try:
+        fits: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["fits"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a file of fitted costs; delete it and fit again") from error
+    return fits
+
+
+def save_cost(path: Path, *, key: CostKey, cost: CostModel) -> None:
+    """Store a fit in the JSON file at ``path``, in place of an earlier one of the same key."""
+    others = [fit for fit in _read_fits(path) if fit["key"] != asdict(key)]
+    fits = [*others, {"key": asdict(key), "cost": asdict(cost)}]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"fits": fits}, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)  # a reader sees the old file or the new one, never half of it
+
+
+def load_cost(path: Path, *, key: CostKey) -> CostModel | None:
+    """Return the fit stored under ``key``, or None."""
+    found = [fit["cost"] for fit in _read_fits(path) if fit["key"] == asdict(key)]
+    return CostModel(**found[0]) if found else None
+
+
+def fitted_devices(path: Path, *, model: str, resolution: str, precision: str) -> tuple[str, ...]:
+    """Return the names of the devices that have a fit for this work."""
+    keys = (CostKey(**fit["key"]) for fit in _read_fits(path))
+    return tuple(
+        key.device for key in keys if (key.model, key.resolution, key.precision) == (model, resolution, precision)
+    )

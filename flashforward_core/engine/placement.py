@@ -1,0 +1,286 @@
+"""Which lane runs which task, and in which order.
+
+A stage's bank lives on one lane, so a stage never moves. The planner's tasks are free to move, since the clean
+anchors have to reach every lane that renders anyway: the layouts differ in where they go.
+"""
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ..graph.passes import TaskCost, remaining_path
+from ..graph.task import ForwardTask, Kind, Role, Space, TaskGraph
+from ..registry import Registry
+from .cost import rounds
+from .events import LaneInfo
+
+ORDERS = ("latency", "memory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """A graph spread over lanes."""
+
+    layout: str
+    """The layout that was chosen; never ``auto``."""
+    lanes: tuple[LaneInfo, ...]
+    assign: Mapping[str, int]
+    """Task id -> lane."""
+    order: tuple[tuple[str, ...], ...]
+    """Task ids per lane, in running order. Lanes that keep to it never wait for each other in a circle."""
+
+
+def lanes_for(devices: Iterable[str]) -> tuple[LaneInfo, ...]:
+    """Return one lane per device name, called lane0, lane1, …"""
+    return tuple(LaneInfo(name=f"lane{index}", device=device) for index, device in enumerate(devices))
+
+
+def stage_groups(graph: TaskGraph) -> dict[str, int]:
+    """Map each renderer forward's id to its group: stages that share a bank form one group, in stage order.
+
+    FlashForward and HiAR have a bank per stage, so each stage is a group; clean history has one bank and one group.
+    """
+    tasks = [task for task in graph.tasks if task.role is Role.RENDERER and task.is_forward]
+    home: dict[str, str] = {}  # a union-find over the names of stages and banks
+
+    def root(name: str) -> str:
+        while home.setdefault(name, name) != name:
+            name = home[name]
+        return name
+
+    for task in tasks:
+        for earlier, later in pairwise(_names(task)):
+            home[root(later)] = root(earlier)
+    ranks: dict[str, int] = {}
+    for task in sorted(tasks, key=lambda task: (task.kind is not Kind.DENOISE, task.stage)):
+        ranks.setdefault(root(_names(task)[0]), len(ranks))
+    return {task.id: ranks[root(_names(task)[0])] for task in tasks}
+
+
+def _names(task: ForwardTask) -> list[str]:
+    """Name the banks that a renderer forward touches and, if it denoises, its stage."""
+    banks = [slot.bank for slot in (*task.writes, *task.reads) if slot.space is Space.KV]
+    return [f"denoise {task.stage}", *banks] if task.kind is Kind.DENOISE else banks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Homes:
+    """Where tasks may run: a lane, or any of several."""
+
+    groups: Mapping[str, int]
+    """Renderer forward's id -> group."""
+    group_lane: Mapping[int, int]
+    planner: tuple[int, ...]
+    """Lanes that the planner may use, best first."""
+    decode: int
+
+    def lanes_of(self, task: ForwardTask) -> tuple[int, ...]:
+        if task.kind is Kind.DECODE:
+            return (self.decode,)
+        if task.role is Role.PLANNER:
+            return self.planner
+        return (self.group_lane[self.groups[task.id]],)
+
+
+Layout = Callable[[Mapping[str, int], int], _Homes]
+LAYOUTS: Registry[Layout] = Registry("layout")
+"""Name -> (groups, number of lanes) -> homes."""
+
+
+def _spread(groups: Mapping[str, int], lanes: int) -> dict[int, int]:
+    """Give each group a lane, evenly and in order."""
+    count = max(groups.values(), default=0) + 1
+    used = min(count, lanes)
+    return {group: group * used // count for group in range(count)}
+
+
+def _decode_lane(group_lane: Mapping[int, int], lanes: int) -> int:
+    """The last lane that holds no stage, else the last stage's, where the clean latents are."""
+    last = max(group_lane.values())
+    return lanes - 1 if last < lanes - 1 else last
+
+
+@LAYOUTS.add("interleaved")
+def _interleaved(groups: Mapping[str, int], lanes: int) -> _Homes:
+    """Let planner tasks take whichever lane is idle, but a lane of decoding's own."""
+    group_lane = _spread(groups, lanes)
+    decode = _decode_lane(group_lane, lanes)
+    own_decode = lanes - 1 - max(group_lane.values()) >= 2
+    planner = tuple(lane for lane in reversed(range(lanes)) if not (own_decode and lane == decode))
+    return _Homes(groups=groups, group_lane=group_lane, planner=planner, decode=decode)
+
+
+@LAYOUTS.add("prelude")
+def _prelude(groups: Mapping[str, int], lanes: int) -> _Homes:
+    """Run the whole planner first, from lane 0 on; it spreads only where anchor blocks are independent."""
+    group_lane = _spread(groups, lanes)
+    decode = _decode_lane(group_lane, lanes)
+    return _Homes(groups=groups, group_lane=group_lane, planner=tuple(range(lanes)), decode=decode)
+
+
+@LAYOUTS.add("streaming")
+def _streaming(groups: Mapping[str, int], lanes: int) -> _Homes:
+    """Give the planner the last lane; decoding gets another free lane, or shares the planner's."""
+    if lanes < 2:
+        raise ValueError(f"devices={lanes} is below 2 for layout='streaming'; use layout='interleaved' or more devices")
+    group_lane = _spread(groups, lanes - 1)
+    decode = lanes - 2 if max(group_lane.values()) < lanes - 2 else lanes - 1
+    return _Homes(groups=groups, group_lane=group_lane, planner=(lanes - 1,), decode=decode)
+
+
+@LAYOUTS.add("single")
+def _single(groups: Mapping[str, int], lanes: int) -> _Homes:
+    """Run everything on lane 0."""
+    return _Homes(groups=groups, group_lane=dict.fromkeys(groups.values(), 0), planner=(0,), decode=0)
+
+
+def place(
+    graph: TaskGraph,
+    *,
+    lanes: Sequence[LaneInfo],
+    layout: str = "auto",
+    order: str = "latency",
+    cost: TaskCost = rounds,
+) -> Placement:
+    """Spread ``graph`` over ``lanes``.
+
+    ``auto`` takes the shortest of the layouts, as simulated with ``cost``. ``order`` is ``latency`` (a diagonal
+    wavefront; first frames early) or ``memory`` (a lane finishes a stage's chunks before its next stage, so one of
+    its banks lives at a time). Raises ``ValueError`` for unknown names and for lanes that are too few.
+    """
+    if not lanes:
+        raise ValueError("devices=0 is below 1; use devices=1 or more")
+    if order not in ORDERS:
+        raise ValueError(f"order={order!r} is unknown; use one of: {', '.join(ORDERS)}")
+    names = [layout]
+    if layout == "auto":
+        names = ["single"] if len(lanes) == 1 else ["interleaved", "prelude", "streaming"]
+    found = [_schedule(graph, layout=name, lanes=tuple(lanes), order=order, cost=cost) for name in names]
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+Urgency = tuple[int, float, int]
+"""Sorts ready tasks, the most urgent first; the last part is unique."""
+_NEVER: Urgency = (2, 0.0, 0)
+
+
+def _urgency(graph: TaskGraph, *, num_lanes: int, cost: TaskCost) -> dict[str, Urgency]:
+    """Rank every task: decoding at once, so that frames leave early; then by the longest remaining path.
+
+    On one lane no order is shorter than another, so the graph's order stands: it finishes a chunk before the next.
+    """
+    remaining = remaining_path(graph, cost=cost)
+    ranks: dict[str, Urgency] = {}
+    for index, task in enumerate(graph.tasks):
+        if task.kind is Kind.DECODE:
+            ranks[task.id] = (0, 0.0, index)
+        else:
+            ranks[task.id] = (1, 0.0 if num_lanes == 1 else -remaining[task.id], index)
+    return ranks
+
+
+class _Scheduler:
+    """List scheduling: an idle lane takes the most urgent ready task that may run on it."""
+
+    def __init__(self, graph: TaskGraph, *, homes: _Homes, num_lanes: int, urgency: Mapping[str, Urgency]) -> None:
+        self.tasks = graph.by_id()
+        self.homes = homes
+        self.urgency = urgency
+        self.children: dict[str, list[str]] = {}
+        self.missing = dict.fromkeys(self.tasks, 0)
+        self.ready: dict[tuple[int, ...], list[tuple[Urgency, str]]] = {}
+        self.idle = set(range(num_lanes))
+        self.assign: dict[str, int] = {}
+        self.order: list[list[str]] = [[] for _ in range(num_lanes)]
+        for task in graph.tasks:
+            for parent in graph.parents(task):
+                self._add_edge(parent.id, task.id)
+
+    def _add_edge(self, parent: str, child: str) -> None:
+        self.children.setdefault(parent, []).append(child)
+        self.missing[child] = self.missing.get(child, 0) + 1
+
+    def add_barrier(self, name: str, *, members: Sequence[str], waiters: Sequence[str]) -> None:
+        """Hold ``waiters`` back until all ``members`` have ended. ``name`` must be no task's id."""
+        if members:
+            for member in members:
+                self._add_edge(member, name)
+            for waiter in waiters:
+                self._add_edge(name, waiter)
+
+    def run(self, cost: TaskCost) -> float:
+        """Fill ``assign`` and ``order``; return the time at which the last task ends."""
+        for task_id in [name for name, count in self.missing.items() if not count]:
+            self._release(task_id)
+        now = 0.0
+        running: list[tuple[float, Urgency, str]] = []
+        while True:
+            for task_id in self._start_all():
+                heapq.heappush(running, (now + cost(self.tasks[task_id]), self.urgency[task_id], task_id))
+            if not running:
+                break
+            now = running[0][0]
+            while running and running[0][0] == now:
+                self._finish(heapq.heappop(running)[2])
+        assert len(self.assign) == len(self.tasks), "barriers wait for each other"
+        return now
+
+    def _release(self, name: str) -> None:
+        if name not in self.tasks:
+            self._finish(name)  # a barrier takes no time
+            return
+        heap = self.ready.setdefault(self.homes.lanes_of(self.tasks[name]), [])
+        heapq.heappush(heap, (self.urgency[name], name))
+
+    def _finish(self, name: str) -> None:
+        if name in self.assign:
+            self.idle.add(self.assign[name])
+        for child in self.children.get(name, ()):
+            self.missing[child] -= 1
+            if not self.missing[child]:
+                self._release(child)
+
+    def _start_all(self) -> list[str]:
+        """Give every idle lane that can have one a task."""
+        started: list[str] = []
+        while True:
+            open_heaps = [lanes for lanes, heap in self.ready.items() if heap and self.idle.intersection(lanes)]
+            if not open_heaps:
+                return started
+            lanes = min(open_heaps, key=lambda lanes: self.ready[lanes][0])
+            _, task_id = heapq.heappop(self.ready[lanes])
+            lane = max((lane for lane in lanes if lane in self.idle), key=self._urgency_of_pinned)
+            self.idle.remove(lane)
+            self.assign[task_id] = lane
+            self.order[lane].append(task_id)
+            started.append(task_id)
+
+    def _urgency_of_pinned(self, lane: int) -> Urgency:
+        """How urgent the work is that only ``lane`` can do; a task that is free to choose disturbs the least urgent."""
+        heap = self.ready.get((lane,))
+        return heap[0][0] if heap else _NEVER
+
+
+def _schedule(
+    graph: TaskGraph, *, layout: str, lanes: tuple[LaneInfo, ...], order: str, cost: TaskCost
+) -> tuple[float, Placement]:
+    """Return the makespan and the placement of one layout."""
+    groups = stage_groups(graph)
+    homes = LAYOUTS[layout](groups, len(lanes))
+    used = 1 if layout == "single" else len(lanes)
+    urgency = _urgency(graph, num_lanes=used, cost=cost)
+    scheduler = _Scheduler(graph, homes=homes, num_lanes=len(lanes), urgency=urgency)
+    if layout == "prelude":
+        planner = [task.id for task in graph.tasks if task.role is Role.PLANNER]
+        scheduler.add_barrier("the planner", members=planner, waiters=list(groups))
+    if order == "memory":
+        for lane in range(len(lanes)):
+            here = sorted(group for group, home in homes.group_lane.items() if home == lane)
+            for earlier, later in pairwise(here):
+                members = [task_id for task_id, group in groups.items() if group == earlier]
+                waiters = [task_id for task_id, group in groups.items() if group == later]
+                scheduler.add_barrier(f"group {earlier}", members=members, waiters=waiters)
+    makespan = scheduler.run(cost)
+    order_of_lanes = tuple(tuple(ids) for ids in scheduler.order)
+    return makespan, Placement(layout=layout, lanes=lanes, assign=scheduler.assign, order=order_of_lanes)

@@ -1,0 +1,109 @@
+"""Predict a placed graph's timeline and memory without running it."""
+
+from collections.abc import Callable, Mapping
+
+from ..graph.passes import KV_SPACES, TaskCost
+from ..graph.task import Slot, TaskGraph
+from .cost import rounds
+from .events import TaskSpan, Timeline
+from .placement import Placement
+
+SlotBytes = Callable[[Slot], int]
+
+
+def run_lanes(graph: TaskGraph, *, placement: Placement, cost: TaskCost) -> tuple[TaskSpan, ...]:
+    """Return when each task runs, if every lane takes its tasks in order, each as soon as its parents have ended.
+
+    Spans come in an order that respects the dependencies. A placement that cannot be run to its end is a bug.
+    """
+    by_id = graph.by_id()
+    position = [0] * len(placement.lanes)
+    free_at = [0.0] * len(placement.lanes)
+    ends: dict[str, float] = {}
+    spans: list[TaskSpan] = []
+    waiting: dict[str, list[int]] = {}
+    lanes = list(range(len(placement.lanes)))
+    while lanes:
+        lane = lanes.pop()
+        if position[lane] == len(placement.order[lane]):
+            continue
+        task = by_id[placement.order[lane][position[lane]]]
+        parents = graph.parents(task)
+        missing = next((parent.id for parent in parents if parent.id not in ends), None)
+        if missing is not None:
+            waiting.setdefault(missing, []).append(lane)
+            continue
+        start = max([free_at[lane], *(ends[parent.id] for parent in parents)])
+        ends[task.id] = free_at[lane] = start + cost(task)
+        spans.append(TaskSpan(task=task.id, lane=lane, start_s=start, end_s=ends[task.id]))
+        position[lane] += 1
+        lanes.extend([lane, *waiting.pop(task.id, ())])
+    assert len(spans) == len(graph), "the placement's lanes wait for each other"
+    return tuple(spans)
+
+
+def simulate(
+    graph: TaskGraph,
+    *,
+    placement: Placement,
+    seconds: TaskCost | None = None,
+    slot_bytes: SlotBytes | None = None,
+) -> Timeline:
+    """Predict a run of ``graph``.
+
+    ``seconds`` gives each task's duration (``CostModel.of(spec)``); without it spans count in rounds and
+    ``predicted_s`` is None. ``slot_bytes`` sizes KV slots; without it ``peak_kv_bytes`` is empty.
+    """
+    in_rounds = run_lanes(graph, placement=placement, cost=rounds)
+    spans = in_rounds if seconds is None else run_lanes(graph, placement=placement, cost=seconds)
+    return Timeline(
+        source="simulated",
+        lanes=placement.lanes,
+        spans=tuple(sorted(spans, key=lambda span: span.start_s)),
+        rounds=max((span.end_s for span in in_rounds), default=0.0),
+        predicted_s=None if seconds is None else max((span.end_s for span in spans), default=0.0),
+        peak_kv_bytes=()
+        if slot_bytes is None
+        else peak_kv_bytes(graph, spans=spans, lanes=len(placement.lanes), slot_bytes=slot_bytes),
+    )
+
+
+def _lifetimes(graph: TaskGraph, spans: Mapping[str, TaskSpan]) -> dict[tuple[Slot, int], tuple[float, float]]:
+    """Map (KV slot, lane that holds it) to when it is alive: from its write to its last reader there."""
+    alive: dict[tuple[Slot, int], tuple[float, float]] = {}
+    for task in graph.tasks:
+        span = spans[task.id]
+        for slot in _kv(task.writes):  # the page is taken before the forward fills it
+            alive[slot, span.lane] = (span.start_s, span.end_s)
+        for slot in _kv(task.reads):
+            written = spans[graph.writers[slot].id].end_s if slot in graph.writers else 0.0
+            start, end = alive.get((slot, span.lane), (written, span.end_s))
+            alive[slot, span.lane] = (start, max(end, span.end_s))
+    return alive
+
+
+def _kv(slots: tuple[Slot, ...]) -> list[Slot]:
+    return [slot for slot in slots if slot.space in KV_SPACES]
+
+
+def peak_kv_bytes(
+    graph: TaskGraph, *, spans: tuple[TaskSpan, ...], lanes: int, slot_bytes: SlotBytes
+) -> tuple[int, ...]:
+    """Return the most KV alive at once on each lane.
+
+    A lane holds the slots that its tasks write or read, so anchors count on every lane that reads them. A slot
+    whose last reader ends when another is written gives its page over.
+    """
+    changes: list[list[tuple[float, int]]] = [[] for _ in range(lanes)]
+    for (slot, lane), (start, end) in _lifetimes(graph, {span.task: span for span in spans}).items():
+        size = slot_bytes(slot)
+        changes[lane] += [(start, size), (end, -size)]
+    return tuple(_peak(lane) for lane in changes)
+
+
+def _peak(changes: list[tuple[float, int]]) -> int:
+    alive = most = 0
+    for _, change in sorted(changes):  # at equal times the negative ones, which free pages, come first
+        alive += change
+        most = max(most, alive)
+    return most
