@@ -153,6 +153,8 @@ def place(
         raise ValueError("devices=0 is below 1; use devices=1 or more")
     if order not in ORDERS:
         raise ValueError(f"order={order!r} is unknown; use one of: {', '.join(ORDERS)}")
+    if layout != "auto" and layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} is unknown; use one of: auto, {', '.join(LAYOUTS)}")
     names = [layout]
     if layout == "auto":
         names = ["single"] if len(lanes) == 1 else ["interleaved", "prelude", "streaming"]

@@ -1,0 +1,58 @@
+"""The command line. A command's module is imported only when it is chosen, so ``simulate`` needs no torch."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One subcommand."""
+
+    help: str
+    """One line for ``--help``."""
+    module: str
+    """Module of this package with ``add_arguments(parser)`` and ``run(args) -> int``, as in ``.commands.simulate``."""
+
+
+COMMANDS = {
+    "simulate": Command(
+        help="predict forwards, rounds, seconds and memory of a rollout without running it", module=".commands.simulate"
+    ),
+}
+
+
+def cache_folder() -> Path:
+    """Return the user's cache folder for this project; it may not exist yet."""
+    home = os.environ.get("LOCALAPPDATA") if sys.platform == "win32" else os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "flashforward"
+
+
+def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser; only the ``chosen`` command gets its own arguments."""
+    parser = argparse.ArgumentParser(prog="flashforward_core", description="Long video from few-step diffusion.")
+    parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        sub = parsers.add_parser(name, help=command.help, description=command.help.capitalize() + ".")
+        if name == chosen:
+            module = importlib.import_module(command.module, __package__)
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run, cache_folder=cache_folder())
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status: 2, and one line on stderr, for what the user can correct."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    chosen = words[0] if words and words[0] in COMMANDS else None
+    args = build_parser(chosen).parse_args(words)
+    try:
+        status: int = args.run(args)
+    except (ValueError, OSError) as error:
+        print(f"flashforward_core {args.command}: {error}", file=sys.stderr)
+        return 2
+    return status

@@ -1,0 +1,165 @@
+"""``simulate``: predict a rollout from its specs alone, with the standard library."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ..engine.cost import CostKey, CostModel, fitted_devices, load_cost, slot_frames
+from ..engine.events import Timeline
+from ..engine.placement import LAYOUTS, ORDERS, Placement, lanes_for, place
+from ..engine.simulate import simulate
+from ..graph.anchors import RULES
+from ..graph.schedules import SCHEDULES, build_graph, spec_for
+from ..graph.task import Slot, TaskGraph
+from ..model.config import EMBEDDED, MODELS, WanConfig
+from ..specs import AnchorPlan, History, RolloutSpec, VideoShape
+
+RESOLUTIONS = {"480p": (832, 480), "720p": (1280, 720), "128x192": (192, 128)}
+"""Name -> (width, height); the last is the embedded model's, named height first as in the benchmarks."""
+GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--latent-frames", type=int, default=81, metavar="N", help="length in latent frames (81)")
+    length.add_argument("--seconds", type=float, metavar="S", help="length in seconds at --fps instead")
+    parser.add_argument("--fps", type=float, default=16.0, help="video frames per second (16)")
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="number of lanes (1)")
+    parser.add_argument("--schedule", default="flashforward", help=f"one of: {', '.join(SCHEDULES)} (flashforward)")
+    parser.add_argument("--layout", default="interleaved", help=f"one of: auto, {', '.join(LAYOUTS)} (interleaved)")
+    parser.add_argument("--order", default="latency", help=f"one of: {', '.join(ORDERS)} (latency)")
+    parser.add_argument("--model", default="1.3B", help=f"one of: {', '.join(MODELS)} (1.3B)")
+    parser.add_argument("--resolution", help="480p, 720p, 128x192 (embedded) or WIDTHxHEIGHT in pixels")
+    parser.add_argument("--chunk-frames", type=int, default=3, metavar="N", help="latent frames of a chunk (3)")
+    parser.add_argument("--history", type=int, default=5, metavar="N", help="earlier chunks that a chunk reads (5)")
+    parser.add_argument("--sink", type=int, default=0, metavar="N", help="latent frames pinned to the start (0)")
+    parser.add_argument("--planner-history", type=int, default=6, metavar="N", help="earlier anchor blocks read (6)")
+    parser.add_argument(
+        "--anchor-stride", type=int, default=10, metavar="N", help="latent frames from anchor to anchor (10)"
+    )
+    parser.add_argument("--anchor-rule", default="nearest", help=f"one of: {', '.join(RULES)} (nearest)")
+    parser.add_argument("--precision", default="bf16", help="precision of the fitted costs to use (bf16)")
+    parser.add_argument("--device-name", help="device of the fitted costs to use, if several have been measured")
+    parser.add_argument("--costs", type=Path, metavar="FILE", help="fitted costs (costs.json in the cache folder)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for chrome://tracing or Perfetto")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def size_of(resolution: str) -> tuple[int, int]:
+    """Return (width, height) in pixels of a named size or of ``WIDTHxHEIGHT``."""
+    if resolution in RESOLUTIONS:
+        return RESOLUTIONS[resolution]
+    width, _, height = resolution.partition("x")
+    if not (width.isdecimal() and height.isdecimal()):
+        raise ValueError(f"resolution={resolution!r} is no size; use one of {', '.join(RESOLUTIONS)}, or WIDTHxHEIGHT")
+    return int(width), int(height)
+
+
+def _config(args: argparse.Namespace) -> WanConfig:
+    if args.model not in MODELS:
+        raise ValueError(f"model={args.model!r} is unknown; use one of: {', '.join(MODELS)}")
+    return MODELS[args.model]
+
+
+def _resolution(args: argparse.Namespace, config: WanConfig) -> str:
+    """Return the asked or the model's usual resolution; the embedded model has only one."""
+    resolution: str = args.resolution or ("128x192" if config is EMBEDDED else "480p")
+    if config is EMBEDDED and size_of(resolution) != RESOLUTIONS["128x192"]:
+        raise ValueError(f"resolution={resolution!r} does not fit model='embedded'; use 128x192, its only size")
+    return resolution
+
+
+def _spec(args: argparse.Namespace, resolution: str) -> RolloutSpec:
+    width, height = size_of(resolution)
+    if args.seconds is None:
+        shape = VideoShape(width=width, height=height, latent_frames=args.latent_frames, fps=args.fps)
+    else:
+        shape = VideoShape.from_seconds(args.seconds, width=width, height=height, fps=args.fps)
+    plan = AnchorPlan(stride=args.anchor_stride, rule=args.anchor_rule)
+    history = History(chunks=args.history, planner_blocks=args.planner_history, sink=args.sink)
+    spec = RolloutSpec(
+        shape=shape, schedule=args.schedule, chunk_frames=args.chunk_frames, anchors=plan, history=history
+    )
+    return spec_for(spec)
+
+
+def _cost(args: argparse.Namespace, resolution: str) -> CostModel | None:
+    """Return the fitted costs for this work, or None; several devices' fits raise ``ValueError``."""
+    path = args.costs or args.cache_folder / "costs.json"
+    device = args.device_name
+    if device is None:
+        devices = fitted_devices(path, model=args.model, resolution=resolution, precision=args.precision)
+        if len(devices) > 1:
+            raise ValueError(f"device_name is not given, but {path} has several: {', '.join(devices)}; choose one")
+        if not devices:
+            return None
+        device = devices[0]
+    key = CostKey(device=device, model=args.model, resolution=resolution, precision=args.precision)
+    return load_cost(path, key=key)
+
+
+def predict(
+    spec: RolloutSpec, *, config: WanConfig, devices: int, layout: str, order: str, cost: CostModel | None
+) -> tuple[TaskGraph, Placement, Timeline]:
+    """Build, place and simulate one rollout; KV is counted in bf16."""
+    graph = build_graph(spec)
+    frame_bytes = config.kv_bytes_per_frame(spec.shape.tokens_per_frame)
+
+    def slot_bytes(slot: Slot) -> int:
+        return slot_frames(slot, spec) * frame_bytes
+
+    lanes = lanes_for([""] * devices)
+    if cost is None:
+        placement = place(graph, lanes=lanes, layout=layout, order=order)
+        return graph, placement, simulate(graph, placement=placement, slot_bytes=slot_bytes)
+    seconds = cost.of(spec)
+    placement = place(graph, lanes=lanes, layout=layout, order=order, cost=seconds)
+    return graph, placement, simulate(graph, placement=placement, seconds=seconds, slot_bytes=slot_bytes)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the prediction."""
+    config = _config(args)
+    resolution = _resolution(args, config)
+    graph, placement, timeline = predict(
+        _spec(args, resolution),
+        config=config,
+        devices=args.devices,
+        layout=args.layout,
+        order=args.order,
+        cost=_cost(args, resolution),
+    )
+    assert timeline.rounds is not None
+    report = {
+        "schedule": args.schedule,
+        "layout": placement.layout,
+        "rounds": round(timeline.rounds),
+        "forwards": graph.counts(),
+        "predicted_s": timeline.predicted_s,
+        "peak_kv_bytes": list(timeline.peak_kv_bytes),
+    }
+    if args.trace:
+        args.trace.write_text(json.dumps(timeline.to_chrome_trace()), encoding="utf-8")
+    print(json.dumps(report) if args.json else table(report))
+    return 0
+
+
+def table(report: dict[str, Any]) -> str:
+    """Return the report as lines for people."""
+    forwards = ", ".join(
+        f"{count} {name.replace('_', ' ')}" for name, count in report["forwards"].items() if name != "total"
+    )
+    predicted = report["predicted_s"]
+    seconds = "unknown: no fitted costs for this device" if predicted is None else f"{predicted:.2f}"
+    peaks = "  ".join(f"{size / GIB:.3f}" for size in report["peak_kv_bytes"])
+    rows = [
+        ("schedule", report["schedule"]),
+        ("layout", report["layout"]),
+        ("rounds", str(report["rounds"])),
+        ("forwards", f"{report['forwards']['total']} ({forwards})"),
+        ("predicted seconds", seconds),
+        ("peak KV per lane, GiB", peaks),
+    ]
+    return "\n".join(f"{name:<22}  {value}" for name, value in rows)
