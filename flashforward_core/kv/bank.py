@@ -113,6 +113,11 @@ class LaneBanks:
         self._held: dict[tuple[str, int], tuple[Slot, Page]] = {}
         self.peak_bytes = 0
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values, and so of the weights."""
+        return self._shape.dtype
+
     def open(self, task: ForwardTask, homes: Mapping[Slot, "LaneBanks"]) -> BankView:
         """Take ``task``'s own page, fetch the pages that are not here yet, and return what it attends to.
 

@@ -1,0 +1,286 @@
+"""Runs a task graph: in the calling thread in any order, or spread over lanes as placed. Both give the same bytes."""
+
+import copy
+import logging
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..graph.task import ForwardTask, Role, Slot, Space, TaskGraph
+from ..kv.bank import BankShape, LaneBanks, Ledger
+from ..kv.pages import kv_slots, plan_pages
+from ..model.attention import resolve_attention
+from ..model.roles import Backbone
+from ..model.vae import StreamingDecoder
+from .cost import rounds
+from .events import AnchorBlockReady, ChunkReady, Event, FramesReady, TaskFinished, TaskSpan
+from .lanes import CallerLane, Lane, LaneTensor, Signals, open_lanes
+from .ops import OPS, LaneState, RunInputs
+from .placement import Placement
+from .simulate import run_lanes
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.04  # how often the calling thread looks for a cancel: at least every 50 ms
+Callback = Callable[[Event], None]
+
+
+class TaskFailed(RuntimeError):
+    """A task raised; the message starts with its id and the cause is chained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """What a finished run tells besides its events."""
+
+    spans: tuple[TaskSpan, ...]
+    """In the order of their starts; lanes as in the placement."""
+    peak_kv_bytes: tuple[int, ...]
+    """Most bytes that each lane's banks had at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    task: str
+    error: BaseException
+
+
+class _Run:
+    """One rollout under way: its slots, its banks, and what has finished."""
+
+    def __init__(
+        self, graph: TaskGraph, inputs: RunInputs, backbone: Backbone, *, lanes: Sequence[Lane], poison: bool
+    ) -> None:
+        self.graph = graph
+        self.inputs = inputs
+        plan = plan_pages(inputs.spec, graph)
+        self.ledger = Ledger(graph.tasks, plan)
+        self.values: dict[Slot, LaneTensor] = {}
+        self.homes: dict[Slot, LaneBanks] = {}
+        self.began = time.perf_counter()
+        shape = _bank_shape(backbone, inputs)
+        devices: dict[torch.device, Backbone] = {}
+        self.states: list[LaneState] = []
+        for lane in lanes:
+            if lane.device not in devices:
+                devices[lane.device] = backbone_on(backbone, lane.device)
+            local = devices[lane.device]
+            banks = LaneBanks(plan, shape=shape, ledger=self.ledger, device=lane.device, poison=poison)
+            attention = resolve_attention(backbone.attention, lane.device, dtype=backbone.dtype)
+            decoder = None if local.vae is None else StreamingDecoder(local.vae)
+            state = LaneState(lane=lane, models=local.models, attention=attention, banks=banks, decoder=decoder)
+            self.states.append(state)
+
+    def execute(self, task: ForwardTask, *, lane: int) -> list[Event]:
+        """Run one task on its lane, in that lane's thread; return what has become ready."""
+        state = self.states[lane]
+        start = time.perf_counter() - self.began
+        outputs = OPS[task.kind](task, self.inputs, state, self.values, self.homes)
+        ready = self._ready(task, outputs)
+        state.lane.synchronise()
+        self.values.update({slot: LaneTensor(state.lane.name, value) for slot, value in outputs.items()})
+        self.homes.update(dict.fromkeys(kv_slots(task.writes), state.banks))
+        for slot in self.ledger.finish(task):
+            self.values.pop(slot, None)
+        span = TaskSpan(task=task.id, lane=lane, start_s=start, end_s=time.perf_counter() - self.began)
+        return [TaskFinished(span=span, done=0, total=len(self.graph)), *ready]
+
+    def _ready(self, task: ForwardTask, outputs: Mapping[Slot, Any]) -> list[Event]:
+        """Return the events of finished results, with tensors on the CPU."""
+        clean = self.inputs.spec.stages.num_stages
+        found: list[Event] = []
+        for slot, value in outputs.items():
+            if slot.space is Space.LATENT and slot.level == clean:
+                frames = self.inputs.spec.chunk(task.index)
+                found.append(ChunkReady(index=task.index, frames=frames, latents=value.cpu()))
+            elif slot.space is Space.ANCHOR_LATENT and slot.level == clean:
+                found.append(AnchorBlockReady(index=task.index, latents=value.cpu()))
+            elif slot.space is Space.FRAMES:
+                found.append(FramesReady(index=task.index, frames=value))
+        return found
+
+    def report(self, spans: Sequence[TaskSpan]) -> RunReport:
+        peaks = tuple(state.banks.peak_bytes for state in self.states)
+        return RunReport(spans=tuple(sorted(spans, key=lambda span: span.start_s)), peak_kv_bytes=peaks)
+
+    def free(self) -> None:
+        """Drop latents, contexts and banks."""
+        self.values.clear()
+        self.homes.clear()
+        for state in self.states:
+            state.banks.free()
+            state.contexts.clear()
+
+
+class _Delivery:
+    """Hands events to the caller, in its own thread, and counts finished tasks."""
+
+    def __init__(self, on_event: Callback | None) -> None:
+        self._on_event = on_event
+        self.spans: list[TaskSpan] = []
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, TaskFinished):
+                self.spans.append(event.span)
+                event = TaskFinished(span=event.span, done=len(self.spans), total=event.total)
+            if self._on_event is not None:
+                self._on_event(event)
+
+
+def run_sequential(
+    graph: TaskGraph,
+    *,
+    inputs: RunInputs,
+    backbone: Backbone,
+    order: Sequence[str] | None = None,
+    on_event: Callback | None = None,
+    poison: bool = False,
+) -> RunReport:
+    """Run every task in the calling thread, in the graph's order or in ``order``, task ids in any topological order.
+
+    ``poison`` fills free pages with NaN. Raises ``TaskFailed``.
+    """
+    by_id = graph.by_id()
+    lane = CallerLane(device=device_of(backbone))
+    run = _Run(graph, inputs, backbone, lanes=[lane], poison=poison)
+    deliver = _Delivery(on_event)
+    try:
+        for task_id in order or by_id:
+            events: list[Event] = []
+            try:
+                lane.submit(partial(_collect, events, run, by_id[task_id]))
+            except Exception as error:
+                raise TaskFailed(f"{task_id}: {error}") from error
+            deliver(events)
+        return run.report(deliver.spans)
+    finally:
+        run.free()
+
+
+def _collect(events: list[Event], run: _Run, task: ForwardTask) -> None:
+    events.extend(run.execute(task, lane=0))
+
+
+def run_placed(
+    graph: TaskGraph,
+    *,
+    inputs: RunInputs,
+    backbone: Backbone,
+    placement: Placement,
+    on_event: Callback | None = None,
+    check_cancel: Callable[[], None] | None = None,
+    before_task: Callable[[ForwardTask], None] | None = None,
+    poison: bool = False,
+) -> RunReport:
+    """Run ``graph`` on one thread per lane. Callbacks run on the calling thread, except ``before_task``.
+
+    Whatever a callback raises stops every lane within one forward and then propagates; so does a task's error, as
+    ``TaskFailed``. Threads are joined and banks are freed in every case. ``before_task`` runs on the lane's thread
+    before each task.
+    """
+    run_lanes(graph, placement=placement, cost=rounds)  # asserts that lanes never wait for each other in a circle
+    signals = Signals()
+    inbox: queue.SimpleQueue[list[Event] | _Failure] = queue.SimpleQueue()
+    deliver = _Delivery(on_event)
+    by_id = graph.by_id()
+    with open_lanes([(lane.name, lane.device) for lane in placement.lanes]) as lanes:
+        run = _Run(graph, inputs, backbone, lanes=lanes, poison=poison)
+        step = partial(_step, run=run, signals=signals, inbox=inbox, before_task=before_task)
+        try:
+            for index, task_ids in enumerate(placement.order):
+                for task_id in task_ids:
+                    lanes[index].submit(partial(step, by_id[task_id], lane=index))
+            _receive(inbox, deliver=deliver, total=len(graph), check_cancel=check_cancel)
+            return run.report(deliver.spans)
+        finally:
+            signals.stop()
+            for lane in lanes:
+                lane.close()
+            run.free()
+            _log_other_failures(inbox)
+
+
+def _step(
+    task: ForwardTask,
+    *,
+    lane: int,
+    run: _Run,
+    signals: Signals,
+    inbox: "queue.SimpleQueue[list[Event] | _Failure]",
+    before_task: Callable[[ForwardTask], None] | None,
+) -> None:
+    """Wait for the parents, run the task, tell the others. Runs on the lane's thread and never raises."""
+    if not signals.wait(parent.id for parent in run.graph.parents(task)):
+        return
+    try:
+        if before_task is not None:
+            before_task(task)
+        events = run.execute(task, lane=lane)
+    except BaseException as error:  # the calling thread raises it: a thread has nobody to raise it to
+        signals.stop()
+        inbox.put(_Failure(task=task.id, error=error))
+    else:
+        signals.finish(task.id)
+        inbox.put(events)
+
+
+def _receive(
+    inbox: "queue.SimpleQueue[list[Event] | _Failure]",
+    *,
+    deliver: _Delivery,
+    total: int,
+    check_cancel: Callable[[], None] | None,
+) -> None:
+    """Deliver events until every task has finished."""
+    while len(deliver.spans) < total:
+        try:
+            item = inbox.get(timeout=POLL_S)
+        except queue.Empty:
+            item = []
+        if check_cancel is not None:
+            check_cancel()
+        if isinstance(item, _Failure):
+            raise TaskFailed(f"{item.task}: {item.error}") from item.error
+        deliver(item)
+
+
+def _log_other_failures(inbox: "queue.SimpleQueue[list[Event] | _Failure]") -> None:
+    """Report what failed on other lanes while the run was ending: only one error can propagate."""
+    while not inbox.empty():
+        item = inbox.get()
+        if isinstance(item, _Failure):
+            log.error("%s also failed: %s", item.task, item.error)
+
+
+def device_of(backbone: Backbone) -> torch.device:
+    """Return the device of the transformer's weights."""
+    return next(backbone.models[Role.RENDERER].parameters()).device
+
+
+def backbone_on(backbone: Backbone, device: torch.device) -> Backbone:
+    """Return ``backbone`` with weights on ``device``: itself when they are there, else a copy."""
+    if device_of(backbone) == device:
+        return backbone
+    with torch.inference_mode(False), torch.no_grad():
+        models, vae = copy.deepcopy((dict(backbone.models), backbone.vae))  # one copy of what the roles share
+        for model in models.values():
+            model.to(device)
+        return replace(backbone, models=models, vae=None if vae is None else vae.to(device))
+
+
+def _bank_shape(backbone: Backbone, inputs: RunInputs) -> BankShape:
+    config = backbone.config
+    return BankShape(
+        batch=inputs.batch,
+        num_blocks=config.num_layers,
+        frame_tokens=inputs.spec.shape.tokens_per_frame,
+        num_heads=config.num_heads,
+        head_dim=config.head_dim,
+        dtype=backbone.dtype,
+    )

@@ -1,0 +1,156 @@
+"""What each kind of task does, one function each, on the lane that runs it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..flow import keyed_noise_frames, predict_x0, renoise, timestep
+from ..graph.task import ForwardTask, Kind, Role, Slot, Space
+from ..kv.bank import LaneBanks
+from ..model.attention import AttentionBackend
+from ..model.transformer import CausalWanTransformer, TextContext
+from ..model.vae import StreamingDecoder
+from ..specs import RolloutSpec
+from .lanes import Lane, LaneTensor
+
+
+class NotFinite(RuntimeError):
+    """A forward gave latents with NaN or infinity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInputs:
+    """What a rollout is given, besides weights."""
+
+    spec: RolloutSpec
+    texts: Sequence[Tensor]
+    """Prompt embeddings [B, text_len, text_dim], indexed by ``PromptSpan.prompt``."""
+    given: Mapping[Slot, Tensor] = field(default_factory=dict)
+    """Finished anchors, one slot per anchor block, [B, C, anchors, h, w] on the CPU."""
+
+    @property
+    def batch(self) -> int:
+        return self.texts[0].shape[0]
+
+    def frames_of(self, task: ForwardTask) -> tuple[int, ...]:
+        """Absolute latent indices that a forward works on."""
+        if task.role is not Role.PLANNER:
+            return tuple(self.spec.chunk(task.index))
+        positions = self.spec.anchor_positions()
+        return tuple(positions[anchor] for anchor in self.spec.anchor_blocks()[task.index])
+
+
+@dataclass(slots=True, kw_only=True)
+class LaneState:
+    """What one lane works with. Only its own thread uses it."""
+
+    lane: Lane
+    models: Mapping[Role, CausalWanTransformer]
+    attention: AttentionBackend
+    banks: LaneBanks
+    decoder: StreamingDecoder | None
+    contexts: dict[tuple[Role, int], TextContext] = field(default_factory=dict)
+    """By role and prompt, computed once."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of latents: float32, or what the weights have if that is wider."""
+        return torch.promote_types(torch.float32, self.banks.dtype)
+
+
+Values = Mapping[Slot, LaneTensor]
+"""Everything that is written and still needed, except KV."""
+Homes = Mapping[Slot, LaneBanks]
+"""The banks that each KV slot was written into."""
+Op = Callable[[ForwardTask, RunInputs, LaneState, Values, Homes], dict[Slot, Any]]
+
+
+def denoise(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Values, homes: Homes) -> dict[Slot, Any]:
+    """Take latents one level down: predict x0, then renoise to the next level unless it is the clean one."""
+    sigmas = inputs.spec.stages.sigmas
+    x = _latents(task, inputs, state, values)
+    v = _forward(task, x, inputs=inputs, state=state, homes=homes, sigma=sigmas[task.stage])
+    x0 = predict_x0(x, v, sigma=sigmas[task.stage])
+    if not torch.isfinite(x0).all():
+        unit = "anchor block" if task.role is Role.PLANNER else "chunk"
+        raise NotFinite(
+            f"{unit} {task.index} is not finite after stage {task.stage} (weights {state.banks.dtype}, "
+            f"attention {state.attention.name}); use weight_dtype=fp32 or another attention"
+        )
+    level = task.stage + 1
+    if level < len(sigmas) - 1:
+        x0 = renoise(x0, _noise(task, inputs, state, level=level), sigma=sigmas[level])
+    return {slot: x0 for slot in task.writes if slot.space in (Space.LATENT, Space.ANCHOR_LATENT)}
+
+
+def commit(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Values, homes: Homes) -> dict[Slot, Any]:
+    """Publish the KV of latents at level ``task.stage``; the velocity is not used."""
+    x = _latents(task, inputs, state, values)
+    _forward(task, x, inputs=inputs, state=state, homes=homes, sigma=inputs.spec.stages.sigmas[task.stage])
+    return {}
+
+
+def decode(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Values, homes: Homes) -> dict[Slot, Any]:
+    """Turn one finished chunk into frames [B, F, H, W, 3] in uint8, going on from the previous chunk's state."""
+    assert state.decoder is not None, f"{state.lane.name} has no decoder"
+    before = [values[slot].on(state.lane) for slot in task.reads if slot.space is Space.VAE_STATE]
+    latents = _latents(task, inputs, state, values)
+    frames, after = state.decoder.decode(latents, before[0] if before else None)
+    made = {Space.FRAMES: frames, Space.VAE_STATE: after}
+    return {slot: made[slot.space] for slot in task.writes}
+
+
+OPS: Mapping[Kind, Op] = {Kind.DENOISE: denoise, Kind.COMMIT: commit, Kind.DECODE: decode}
+
+
+def _latents(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Values) -> Tensor:
+    """Return the latents that ``task`` reads, on its lane: noise, given anchors, or what another task wrote."""
+    (slot,) = (slot for slot in task.reads if slot.space in (Space.LATENT, Space.ANCHOR_LATENT))
+    if slot in inputs.given:
+        return inputs.given[slot].to(state.lane.device, state.dtype)
+    if slot.level == 0:
+        return _noise(task, inputs, state, level=0)
+    return values[slot].moved_to(state.lane).on(state.lane)
+
+
+def _noise(task: ForwardTask, inputs: RunInputs, state: LaneState, *, level: int) -> Tensor:
+    """Return keyed noise for every latent frame of ``task``; row b of the batch has the seed ``spec.seed + b``."""
+    shape = inputs.spec.shape
+    size = (state.models[Role.RENDERER].config.channels, shape.latent_height, shape.latent_width)
+    seeds = range(inputs.spec.seed, inputs.spec.seed + inputs.batch)
+    purpose = "anchor" if task.role is Role.PLANNER else "render"
+    return keyed_noise_frames(seeds, purpose, inputs.frames_of(task), level, size).to(state.lane.device, state.dtype)
+
+
+def _forward(
+    task: ForwardTask, x_BCFHW: Tensor, *, inputs: RunInputs, state: LaneState, homes: Homes, sigma: float
+) -> Tensor:
+    """Run the transformer in its own page of its bank and return the velocity."""
+    assert task.role is not None
+    frames = inputs.frames_of(task)
+    device = state.lane.device
+    view = state.banks.open(task, homes)
+    v = state.models[task.role](
+        x_BCFHW,
+        timestep_BF=torch.full((inputs.batch, len(frames)), timestep(sigma), dtype=state.dtype, device=device),
+        text=_text(task, inputs=inputs, state=state, frame=frames[0]),
+        frames=torch.tensor(frames, device=device),
+        role=task.role,
+        kv=view,
+        self_attend=state.attention.attend,
+    )
+    state.banks.close(task)
+    return v
+
+
+def _text(task: ForwardTask, *, inputs: RunInputs, state: LaneState, frame: int) -> TextContext:
+    """Return the prompt that holds at the task's first latent frame, as its role sees it."""
+    assert task.role is not None
+    key = (task.role, inputs.spec.prompt_at(frame))
+    if key not in state.contexts:
+        text = inputs.texts[key[1]].to(state.lane.device, state.banks.dtype)
+        state.contexts[key] = state.models[task.role].text_context(text, task.role)
+    return state.contexts[key]
