@@ -2,7 +2,7 @@
 
 The engine passes *normalised* latents (zero mean, unit variance by ``vae.config.latents_mean/std``); ComfyUI's LATENT
 holds un-normalised ones. The autoencoder is causal in time, so decoding one latent frame at a time with its cache
-gives exactly what decoding the whole clip gives. The cache travels as an immutable ``VaeState``.
+gives what decoding the whole clip gives. The cache travels as an immutable ``VaeState``.
 
 Shape letters: B batch, C channels, F frames, H height, W width (latent or pixel, as the text says).
 """
@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from flashforward_core.model.vae_layers import CausalCache, Options, decode_raw, encode_moments, require_wan21
 from flashforward_core.specs import TEMPORAL_FACTOR
 
 if TYPE_CHECKING:
@@ -30,24 +31,22 @@ PREVIEW_FILE = "preview.json"
 class VaeState:
     """The decoder's causal cache after some latent frames; reusable, since decoding never changes it."""
 
-    features: tuple[Any, ...]
-    """One entry per causal convolution: its last input frames, or a marker, or None where it keeps nothing."""
+    features: tuple[Tensor, ...]
+    """The last input frames of each convolution over time, in order of execution."""
 
     @property
     def num_bytes(self) -> int:
-        return sum(f.numel() * f.element_size() for f in self.features if isinstance(f, Tensor))
+        return sum(f.numel() * f.element_size() for f in self.features)
 
 
 class StreamingDecoder:
     """Decode latents as they come. It keeps nothing between calls, so several rollouts may share it."""
 
-    def __init__(self, vae: AutoencoderKLWan) -> None:
-        if vae.config.is_residual or vae.config.patch_size is not None:
-            raise ValueError(
-                f"the autoencoder is not Wan 2.1's (is_residual={vae.config.is_residual}, "
-                f"patch_size={vae.config.patch_size}); use a 16-channel Wan 2.1 autoencoder"
-            )
+    def __init__(self, vae: AutoencoderKLWan, *, as_conv2d: bool | None = None) -> None:
+        """``as_conv2d`` None chooses it on a CPU, where torch's 3D convolution of few frames is four times slower."""
+        require_wan21(vae)
         self.vae = vae
+        self._as_conv2d = as_conv2d
 
     def decode(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
         """Decode the latents that follow ``state`` (None at the start) to uint8 frames [B, F, H, W, 3] on the CPU.
@@ -64,17 +63,12 @@ class StreamingDecoder:
         z = denormalise(self.vae, latents_BCFHW.to(weight.device)).to(weight.dtype)
         frames = []
         for latent in z.split(1, dim=2):  # one shape for every call: the bytes do not depend on the chunks
-            pixels, state = self._decode_one(latent, state)
-            frames.append(_to_unit_range(pixels).cpu())
+            cache = CausalCache(() if state is None else state.features)
+            options = Options(as_conv2d=_use_conv2d(self._as_conv2d, weight.device), cache=cache)
+            frames.append(_to_unit_range(decode_raw(self.vae, latent, options)).cpu())
+            state = VaeState(cache.after)
         assert state is not None, "no latent frame to decode"
         return torch.cat(frames, dim=1), state
-
-    def _decode_one(self, latent: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
-        # The decoder replaces entries of the list it is given and never writes into their tensors.
-        features = [None] * num_causal_convs(self.vae.decoder) if state is None else list(state.features)
-        x = self.vae.post_quant_conv(latent)
-        pixels = self.vae.decoder(x, feat_cache=features, feat_idx=[0], first_chunk=state is None)
-        return pixels, VaeState(tuple(features))
 
 
 @torch.no_grad()
@@ -82,21 +76,24 @@ def encode_frames(vae: AutoencoderKLWan, frames_BFHWC: Tensor) -> Tensor:
     """Encode 4n+1 frames (uint8, or float in [0, 1]) to n+1 normalised latents [B, C, F, H/8, W/8] in float32.
 
     Takes the posterior's mean. Raises ``ValueError`` for a frame count that is not 4n+1 or a side that 8 does not
-    divide. Runs chunk by chunk on a cache of its own, so threads may share ``vae``.
+    divide. Runs four frames at a time on a cache of its own, so threads may share ``vae``.
     """
+    require_wan21(vae)
     _, frames, height, width, _ = frames_BFHWC.shape
     if frames % TEMPORAL_FACTOR != 1:
         raise ValueError(f"frames={frames} is not 4n+1; use frames={max(0, frames - 1) // 4 * 4 + 1}")
     if height % 8 or width % 8:
         raise ValueError(f"image is {width}x{height}; use a width and height that are multiples of 8")
     weight = vae.quant_conv.weight
-    cache: list[Any] = [None] * num_causal_convs(vae.encoder)
-    parts = []
+    kept: tuple[Tensor, ...] = ()
+    means = []
     for start, stop in [(0, 1), *((i, i + TEMPORAL_FACTOR) for i in range(1, frames, TEMPORAL_FACTOR))]:
-        x = _from_frames(frames_BFHWC[:, start:stop]).to(weight)
-        parts.append(vae.encoder(x, feat_cache=cache, feat_idx=[0]))
-    mean, _ = vae.quant_conv(torch.cat(parts, dim=2)).chunk(2, dim=1)
-    return normalise(vae, mean)
+        cache = CausalCache(kept)
+        options = Options(as_conv2d=_use_conv2d(None, weight.device), cache=cache)
+        moments = encode_moments(vae, _from_frames(frames_BFHWC[:, start:stop]).to(weight), options)
+        means.append(moments.chunk(2, dim=1)[0])
+        kept = cache.after
+    return normalise(vae, torch.cat(means, dim=2))
 
 
 def normalise(vae: AutoencoderKLWan, z_BCFHW: Tensor) -> Tensor:
@@ -116,9 +113,8 @@ def to_uint8(frames: Tensor) -> Tensor:
     return (frames * 255).round().clamp(0, 255).to(torch.uint8)
 
 
-def num_causal_convs(module: nn.Module) -> int:
-    """How many entries the cache of an encoder or decoder has: every 3D convolution of Wan's is causal."""
-    return sum(isinstance(child, nn.Conv3d) for child in module.modules())
+def _use_conv2d(choice: bool | None, device: torch.device) -> bool:
+    return device.type == "cpu" if choice is None else choice
 
 
 def _latent_statistics(vae: AutoencoderKLWan, device: torch.device) -> tuple[Tensor, Tensor]:

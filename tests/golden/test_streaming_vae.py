@@ -52,32 +52,36 @@ def stream(vae: AutoencoderKLWan, latents: Tensor, lengths: list[int]) -> list[t
 
 
 @pytest.mark.parametrize("lengths", [[8], [3, 3, 2], [1] * 8, [2, 5, 1]])
-def test_streaming_in_any_chunks_equals_whole_decode(
-    vae: AutoencoderKLWan, latents: Tensor, whole: Tensor, lengths: list[int]
+def test_streaming_in_any_chunks_gives_the_same_bytes(
+    vae: AutoencoderKLWan, latents: Tensor, lengths: list[int]
 ) -> None:
     parts = [frames for frames, _ in stream(vae, latents, lengths)]
     assert [len(part[0]) for part in parts] == [4 * n - (3 if i == 0 else 0) for i, n in enumerate(lengths)]
-    # no tolerance: the same convolutions see the same frames, whatever the chunks (float32 ulps vanish in the bytes)
-    assert torch.equal(torch.cat(parts, dim=1), to_uint8(whole))
+    at_once, _ = StreamingDecoder(vae).decode(latents, None)
+    assert torch.equal(torch.cat(parts, dim=1), at_once)
 
 
-def test_float_frames_equal_whole_decode(vae: AutoencoderKLWan, latents: Tensor, whole: Tensor) -> None:
-    frames, _ = StreamingDecoder(vae).decode_float(latents, None)
+@pytest.mark.parametrize("as_conv2d", [False, True])
+def test_streaming_equals_whole_decode(vae: AutoencoderKLWan, latents: Tensor, whole: Tensor, as_conv2d: bool) -> None:
+    frames, _ = StreamingDecoder(vae, as_conv2d=as_conv2d).decode_float(latents, None)
     assert frames.dtype == torch.float32 and frames.shape == (2, 29, 32, 48, 3)
-    # float32: diffusers runs the quantisation convolution on all frames at once
-    torch.testing.assert_close(frames, whole, rtol=0, atol=1e-6)
+    # float32 sums in another order, about 20 convolutions deep
+    torch.testing.assert_close(frames, whole, rtol=0, atol=1e-5)
+    different = (to_uint8(frames).int() - to_uint8(whole).int()).abs()
+    # only values within 1e-5 of a rounding threshold may fall on its other side: 2 * 255 * 1e-5 of them, by one
+    assert different.max() <= 1 and different.float().mean() < 0.0051
 
 
 def test_a_kept_state_replays_the_same_bytes(vae: AutoencoderKLWan, latents: Tensor) -> None:
     decoder = StreamingDecoder(vae)
     _, kept = decoder.decode(latents[:, :, :3], None)
-    before = [f.clone() if isinstance(f, Tensor) else f for f in kept.features]
+    before = [feature.clone() for feature in kept.features]
     once, _ = decoder.decode(latents[:, :, 3:6], kept)
     decoder.decode(latents[:, :, 6:], kept)  # another continuation of the same state
     again, _ = decoder.decode(latents[:, :, 3:6], kept)
     assert torch.equal(once, again)
     for old, new in zip(before, kept.features, strict=True):
-        assert torch.equal(old, new) if isinstance(old, Tensor) else old == new
+        assert torch.equal(old, new)
 
 
 def test_state_does_not_grow_with_the_video(vae: AutoencoderKLWan, latents: Tensor) -> None:
