@@ -247,6 +247,12 @@ class Server:
     def output(self) -> Path:
         return (self.data or self.host.comfy) / "output"
 
+    def make_folders(self) -> None:
+        """Make the folders that ComfyUI expects to find."""
+        folders = [self.output, self.host.root / ".comfyui"]
+        for folder in [*folders, *([self.data / "user"] if self.data else [])]:
+            folder.mkdir(parents=True, exist_ok=True)
+
     def command(self) -> list[str]:
         """Give ComfyUI's command line."""
         line = [str(self.host.python), "main.py", "--listen", "127.0.0.1", "--port", str(self.port)]
@@ -261,10 +267,8 @@ class Server:
 
     def __enter__(self) -> "Server":
         self.port = self.port or free_port()
-        place = self.data or self.host.root / ".comfyui"
-        for folder in (place, self.output):
-            folder.mkdir(parents=True, exist_ok=True)
-        self.log = place / "server.log"
+        self.log = (self.data or self.host.root / ".comfyui") / "server.log"
+        self.make_folders()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(self.command(), cwd=self.host.comfy, stdout=log, stderr=log)
         try:

@@ -1,0 +1,77 @@
+"""Run the rollout."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from comfy_api.latest import io
+
+from flashforward_core.engine.rollout import Anchors, render
+from flashforward_core.model.roles import Backbone
+from flashforward_core.specs import SPATIAL_FACTOR
+
+from .bridge import prompt_texts, to_latent
+from .events import RolloutMonitor, check_cancel
+from .loading import preview_of
+from .sockets import (
+    CATEGORY,
+    AnchorsSocket,
+    BackboneSocket,
+    PlanSocket,
+    PlanValue,
+    TimelineSocket,
+    seed_input,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Render(io.ComfyNode):
+    """Render all chunks as a wavefront over the devices."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="FlashForwardRender",
+            display_name="Wavefront Render",
+            category=CATEGORY,
+            description="Renders the planned video. With anchors connected it uses them as they are; without, it "
+            "plans them itself while it renders. The same seed gives the same latents on any number of devices.",
+            inputs=[
+                BackboneSocket.Input("backbone", tooltip="The model, with its renderer role."),
+                PlanSocket.Input("plan", tooltip="Size, length and schedule."),
+                io.Conditioning.Input("positive", tooltip="The prompt."),
+                seed_input("The render's noise, and the anchors' when no anchors are connected."),
+                AnchorsSocket.Input(
+                    "anchors", optional=True, tooltip="From Plan Anchors; unconnected: planned while rendering."
+                ),
+            ],
+            outputs=[
+                io.Latent.Output("samples", display_name="samples", tooltip="For Decode & Save Video, or VAE Decode."),
+                TimelineSocket.Output("timeline", display_name="timeline", tooltip="What ran where and when."),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        *,
+        backbone: Backbone,
+        plan: PlanValue,
+        positive: list[list[Any]],
+        seed: int,
+        anchors: Anchors | None = None,
+    ) -> io.NodeOutput:
+        result = render(
+            backbone,
+            replace(plan.spec, seed=seed),
+            prompt_texts(positive, backbone),
+            anchors=anchors,
+            devices=plan.devices,
+            on_event=RolloutMonitor(node_id=cls.hidden.unique_id, preview=preview_of(backbone), scale=SPATIAL_FACTOR),
+            check_cancel=check_cancel,
+        )
+        text = f"latents sha256 {result.sha256}"
+        samples = to_latent(result.latents_BCFHW, backbone)
+        return io.NodeOutput(samples, result.timeline, ui={"text": [text], "sha256": [result.sha256]})

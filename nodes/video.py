@@ -1,0 +1,149 @@
+"""Latents to a video file."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+from comfy.cli_args import args
+from comfy_api.latest import InputImpl, io, ui
+from torch import Tensor
+
+from flashforward_core.model.roles import Backbone
+from flashforward_core.model.vae import StreamingDecoder, to_uint8
+from flashforward_core.specs import SPATIAL_FACTOR, TEMPORAL_FACTOR
+
+from .bridge import from_latent, video_samples
+from .events import Progress, check_cancel
+from .sockets import CATEGORY, BackboneSocket
+
+log = logging.getLogger(__name__)
+LATENTS_AT_ONCE = 3  # decoded and encoded together: memory stays flat in the video's length
+
+
+def _stream_embedded(samples: dict[str, Tensor], backbone: Backbone) -> Iterator[Tensor]:
+    """Yield uint8 frames [F, H, W, 3], a few latent frames at a time."""
+    decoder, state = StreamingDecoder(backbone.vae), None
+    for part in from_latent(samples, backbone).split(LATENTS_AT_ONCE, dim=2):
+        frames, state = decoder.decode(part, state)
+        yield frames[0]
+
+
+def _decode_native(samples: dict[str, Tensor], vae: Any) -> Iterator[Tensor]:
+    """Yield uint8 frames [F, H, W, 3]; ComfyUI's VAE decodes the clip as a whole."""
+    images = vae.decode(video_samples(samples))
+    images = images.reshape(-1, *images.shape[-3:])
+    for part in images.split(LATENTS_AT_ONCE * TEMPORAL_FACTOR):
+        yield to_uint8(part[..., :3].clamp(0, 1))
+
+
+def _metadata(hidden: Any) -> dict[str, str]:
+    """Collect what lets ComfyUI reopen the workflow from the file."""
+    if args.disable_metadata:
+        return {}
+    found = dict(hidden.extra_pnginfo or {})
+    if hidden.prompt is not None:
+        found["prompt"] = hidden.prompt
+    return {name: json.dumps(value) for name, value in found.items()}
+
+
+class DecodeVideo(io.ComfyNode):
+    """Decode latents chunk by chunk into an mp4."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="FlashForwardDecodeVideo",
+            display_name="Decode & Save Video",
+            category=CATEGORY,
+            description="Decodes latents and writes an mp4 (h264) with the workflow inside, a few frames at a time: "
+            "a long video takes no more memory than a short one. Connect a backbone (the embedded model's own "
+            "decoder) or a VAE.",
+            inputs=[
+                io.Latent.Input("samples", tooltip="Video latents, such as Wavefront Render's."),
+                io.Float.Input(
+                    "fps", default=16.0, min=1.0, max=240.0, step=0.01, tooltip="Frames per second. Wan is made for 16."
+                ),
+                io.String.Input(
+                    "filename_prefix",
+                    default="video/FlashForward",
+                    tooltip="Where to write in ComfyUI's output folder. %date:yyyy-MM-dd% and the like are filled in.",
+                ),
+                io.Vae.Input(
+                    "vae",
+                    optional=True,
+                    tooltip="A Wan 2.1 VAE from Load VAE; it is used when both are connected. It decodes the whole "
+                    "clip at once, in ComfyUI's way.",
+                ),
+                BackboneSocket.Input(
+                    "backbone",
+                    optional=True,
+                    tooltip="The backbone whose own decoder to use (the embedded one has one).",
+                ),
+            ],
+            outputs=[io.Video.Output("video", display_name="video", tooltip="The file that was written.")],
+            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo, io.Hidden.unique_id],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def validate_inputs(cls, **inputs: Any) -> bool | str:
+        fps = inputs.get("fps")
+        if fps is not None and not 1 <= fps <= 240:
+            return f"fps={fps} is outside 1 to 240; Wan models are made for fps=16"
+        if "vae" not in inputs and "backbone" not in inputs:
+            return "vae and backbone are both unconnected; connect one of them to decode with"
+        return True
+
+    @classmethod
+    def execute(
+        cls,
+        *,
+        samples: dict[str, Tensor],
+        fps: float,
+        filename_prefix: str,
+        vae: Any = None,
+        backbone: Backbone | None = None,
+    ) -> io.NodeOutput:
+        if vae is None and backbone is None:
+            raise ValueError("vae and backbone are both unconnected; connect one of them to decode with")
+        latents = video_samples(samples)
+        height, width = (side * SPATIAL_FACTOR for side in latents.shape[-2:])
+        folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
+            filename_prefix, folder_paths.get_output_directory(), width, height
+        )
+        path = Path(folder) / f"{name}_{counter:05}_.mp4"
+        chunks = _decode_native(samples, vae) if vae is not None else _stream_embedded(samples, backbone)
+        progress = Progress(node_id=cls.hidden.unique_id)
+        total = TEMPORAL_FACTOR * (latents.shape[2] - 1) + 1
+        _write(path, chunks, fps=fps, total=total, metadata=_metadata(cls.hidden), progress=progress)
+        shown = ui.SavedResult(path.name, subfolder, io.FolderType.output)
+        return io.NodeOutput(InputImpl.VideoFromFile(str(path)), ui=ui.PreviewVideo([shown]))
+
+
+def _write(
+    path: Path, chunks: Iterator[Tensor], *, fps: float, total: int, metadata: dict[str, str], progress: Progress
+) -> None:
+    """Encode chunks as they come. When anything stops it, ComfyUI's cancel too, the unfinished file is removed."""
+    from flashforward_core.media import VideoWriter
+
+    writer, done = None, 0
+    try:
+        for frames in chunks:
+            if writer is None:
+                height, width = frames.shape[1:3]
+                writer = VideoWriter(path, width=width, height=height, fps=fps, metadata=metadata)
+            writer.write(frames.numpy())
+            done += len(frames)
+            progress.show(done, total, preview=frames[-1])
+            check_cancel()
+        assert writer is not None, "no latent frame to decode"
+        writer.close()
+    except BaseException:
+        if writer is not None:
+            writer.abort()
+            path.unlink(missing_ok=True)
+        raise
+    log.info("wrote %d frames to %s", done, path.name)

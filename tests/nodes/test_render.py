@@ -1,0 +1,158 @@
+"""Workflows through the real server: a video comes out, the same one again, and bad input is refused by name."""
+
+import copy
+import json
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from comfy_client import Client, Result, RunError
+from comfy_host import Server
+from flashforward_core.media import probe, read_frames
+
+from .conftest import change, node_id
+
+pytestmark = pytest.mark.cpu
+Json = dict[str, Any]
+RENDER, PLAN = "FlashForwardRender", "FlashForwardPlan"
+NINE_LATENTS_FRAMES = 33  # 4·9 − 3
+INTERRUPT_S = 20.0  # one forward on a busy machine, with a wide margin; the whole run takes minutes
+
+
+def forget(client: Client) -> None:
+    """Drop the server's cached results, so that nodes really run again."""
+    client.request("/free", {"unload_models": True, "free_memory": True})
+    time.sleep(1.5)  # the server frees when it is next idle, at most a second later
+
+
+def executed(result: Result, node: str) -> bool:
+    cached = [data["nodes"] for name, data in result.status["messages"] if name == "execution_cached"]
+    return all(node not in nodes for nodes in cached)
+
+
+@pytest.fixture(scope="module")
+def first(server: Server, quickstart: Json, object_info: Json) -> Result:
+    """A 9-latent run whose digest the other tests compare with."""
+    from comfy_workflow import to_api
+
+    api = change(to_api(quickstart, object_info), PLAN, seconds=NINE_LATENTS_FRAMES / 16)
+    return Client(server.url).run(api, workflow=quickstart)
+
+
+def test_a_run_writes_a_playable_mp4_with_its_workflow(first: Result, server: Server, quickstart: Json) -> None:
+    (path,) = first.files(server.output)
+    info = probe(path)
+    assert (info.width, info.height, info.frames, info.codec) == (192, 128, NINE_LATENTS_FRAMES, "h264")
+    assert float(info.fps) == 16.0
+    assert sum(1 for _ in read_frames(path)) == NINE_LATENTS_FRAMES
+    assert json.loads(info.metadata["workflow"]) == quickstart
+    assert "FlashForwardRender" in info.metadata["prompt"]
+
+
+def test_progress_and_previews_reach_the_page(client: Client, prompt: Json) -> None:
+    forget(client)
+    steps: dict[str, list[tuple[int, int]]] = {}
+    previews: list[bytes] = []
+    client.run(
+        prompt,
+        on_progress=lambda node, done, total: steps.setdefault(node, []).append((done, total)),
+        on_preview=previews.append,
+    )
+    for class_type in ("FlashForwardPlanAnchors", RENDER, "FlashForwardDecodeVideo"):
+        seen = steps[node_id(prompt, class_type)]
+        assert all(before[0] <= after[0] for before, after in pairwise(seen)), class_type
+        assert seen[-1][0] == seen[-1][1], class_type
+    assert previews
+    assert all(image.startswith(b"\xff\xd8") for image in previews)  # JPEG
+
+
+def test_the_same_seed_gives_the_same_latents_again(client: Client, prompt: Json, first: Result) -> None:
+    forget(client)
+    again = client.run(change(prompt, "FlashForwardDecodeVideo", filename_prefix="video/again"))
+    assert executed(again, node_id(prompt, RENDER))
+    assert again.sha256() == first.sha256()
+
+
+@pytest.mark.parametrize(
+    ("class_type", "inputs"),
+    [
+        ("FlashForwardEncodePrompt", {"text": "a white bird circles over snowy hills at night"}),
+        (RENDER, {"seed": 12345}),
+        ("FlashForwardPlanAnchors", {"seed": 12345}),
+    ],
+)
+def test_another_prompt_or_seed_gives_other_latents(
+    client: Client, prompt: Json, first: Result, class_type: str, inputs: Json
+) -> None:
+    assert client.run(change(prompt, class_type, **inputs)).sha256() != first.sha256()
+
+
+def test_a_change_of_the_render_does_not_run_the_planner_again(client: Client, prompt: Json) -> None:
+    client.run(prompt)
+    again = client.run(change(prompt, RENDER, seed=99))
+    assert executed(again, node_id(prompt, RENDER))
+    assert not executed(again, node_id(prompt, "FlashForwardPlanAnchors"))
+
+
+def test_anchors_can_be_left_to_the_render(client: Client, prompt: Json) -> None:
+    del prompt[node_id(prompt, RENDER)]["inputs"]["anchors"]
+    assert len(client.run(prompt).sha256()) == 1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ({"width": 100}, ("width=100", "16", "width=96")),
+        ({"height": 0}, ("height=0", "16", "height=16")),
+        ({"seconds": 0}, ("seconds=0", "use seconds=")),
+        ({"seconds": 1e6}, ("seconds=1e+06", "3600")),
+        ({"fps": 0}, ("fps=0", "fps=16")),
+        ({"anchor_stride": 0}, ("anchor_stride=0", "below 1", "anchor_stride=10")),
+        ({"history": -1}, ("history=-1", "history=5")),
+        ({"history": 1, "sink": 9}, ("sink=9", "sink <= 3")),
+        ({"schedule": "fast"}, ("schedule='fast'", "flashforward")),
+        ({"anchor_rule": "any"}, ("anchor_rule='any'", "nearest")),
+        ({"width": 832}, ("width=832", "192x128 only", "width=192")),
+    ],
+)
+def test_a_plan_that_cannot_work_is_refused_by_name(
+    client: Client, prompt: Json, inputs: Json, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(RunError) as refusal:
+        client.run(change(prompt, PLAN, **inputs))
+    for word in words:
+        assert word in str(refusal.value)
+    assert str(refusal.value).count(words[0]) == 1  # said once
+
+
+def test_a_video_needs_something_to_decode_with(client: Client, prompt: Json) -> None:
+    del prompt[node_id(prompt, "FlashForwardDecodeVideo")]["inputs"]["backbone"]
+    with pytest.raises(RunError, match="vae and backbone are both unconnected"):
+        client.run(prompt)
+
+
+def test_an_image_latent_is_refused_by_name(client: Client, prompt: Json) -> None:
+    prompt["900"] = {"class_type": "EmptyLatentImage", "inputs": {"width": 192, "height": 128, "batch_size": 1}}
+    with pytest.raises(RunError, match="samples has 4 axes"):
+        client.run(change(prompt, "FlashForwardDecodeVideo", samples=["900", 0]))
+
+
+def test_interrupt_stops_a_render_and_the_next_run_is_right(
+    client: Client, server: Server, prompt: Json, first: Result
+) -> None:
+    before = set(server.output.rglob("*.mp4"))
+    long = change(copy.deepcopy(prompt), PLAN, seconds=60.0)
+    interrupted: list[float] = []
+
+    def stop_in_mid_render(node: str, done: int, total: int) -> None:
+        if node == node_id(long, RENDER) and 3 <= done < total and not interrupted:
+            client.interrupt()
+            interrupted.append(time.monotonic())
+
+    with pytest.raises(RunError, match=r"interrupted in node .* \(FlashForwardRender\)"):
+        client.run(long, on_progress=stop_in_mid_render)
+    assert time.monotonic() - interrupted[0] < INTERRUPT_S
+    assert set(server.output.rglob("*.mp4")) == before
+    forget(client)
+    assert client.run(prompt).sha256() == first.sha256()
