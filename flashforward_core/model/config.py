@@ -85,7 +85,14 @@ class WanConfig:
     @classmethod
     def from_diffusers(cls, config: Mapping[str, Any], *, name: str = "custom") -> "WanConfig":
         """Read a diffusers ``config.json``; anything but a 16-channel Wan 2.1 T2V model raises ``ValueError``."""
-        refuse_other_models(channels_in=config["in_channels"], image_dim=config.get("image_dim"), config=config)
+        refuse_other_models(
+            channels=config["in_channels"],
+            image=config.get("image_dim") is not None or config.get("added_kv_proj_dim") is not None,
+            vace="vace_layers" in config,
+        )
+        patch = tuple(config.get("patch_size", PATCH))
+        if patch != PATCH:
+            raise ValueError(f"backbone has patch_size={patch}; use a Wan 2.1 model, whose patch_size is {PATCH}")
         heads = config["num_attention_heads"]
         return cls(
             name=name,
@@ -101,19 +108,20 @@ class WanConfig:
         )
 
 
-def refuse_other_models(*, channels_in: int, image_dim: int | None = None, config: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` that names the model when it is not a 16-channel Wan 2.1 text-to-video transformer."""
+def refuse_other_models(*, channels: int, image: bool, vace: bool) -> None:
+    """Raise ``ValueError`` that names the model when it is not a 16-channel Wan 2.1 text-to-video transformer.
+
+    ``channels`` is the number of input channels; ``image`` tells of layers for a conditioning image.
+    """
     found = None
-    if "vace_layers" in config or "Vace" in config.get("_class_name", ""):
+    if vace:
         found = "a VACE model"
-    elif channels_in == 48:
+    elif channels == 48:
         found = "Wan 2.2 5B (48 latent channels)"
-    elif channels_in == 36 or image_dim is not None or config.get("added_kv_proj_dim") is not None:
+    elif channels == 36 or image:
         found = "an image-to-video (I2V) model"
-    elif channels_in != 16 or config.get("out_channels", 16) not in (16, None):
-        found = f"a model with {channels_in} input channels"
-    elif tuple(config.get("patch_size", PATCH)) != PATCH:
-        found = f"a model with patch_size={tuple(config['patch_size'])}"
+    elif channels != 16:
+        found = f"a model with {channels} input channels"
     if found:
         raise ValueError(f"backbone is {found}; use a 16-channel Wan 2.1 text-to-video model")
 
