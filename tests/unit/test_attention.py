@@ -1,0 +1,53 @@
+"""Attention is chosen by name, and what runs is what is reported."""
+
+import math
+
+import pytest
+import torch
+
+from flashforward_core.model.attention import ATTENTION, AUTO_ORDER, resolve_attention
+
+pytestmark = pytest.mark.cpu
+
+
+def test_the_kernel_equals_softmax_written_out() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 5, 3, 8, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 9, 3, 8, generator=generator, dtype=torch.float64)
+    weights = (torch.einsum("blhd,bnhd->bhln", q, k) / math.sqrt(8)).softmax(dim=-1)
+    expected = torch.einsum("bhln,bnhd->blhd", weights, v)
+    found = resolve_attention("auto", "cpu", dtype=torch.float64).attend(q, k, v)
+    assert found.shape == (2, 5, 3, 8)
+    assert (found - expected).abs().max() < 1e-12  # float64, sums of 9
+
+
+@pytest.mark.parametrize("name", ["auto", *ATTENTION])
+def test_every_name_means_sdpa_on_a_cpu_and_says_so(name: str) -> None:
+    assert resolve_attention(name, "cpu", dtype=torch.float32).name == "sdpa"
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"attention='flesh' is unknown; use one of: sdpa, fa3, cudnn, flash"):
+        resolve_attention("flesh", "cpu", dtype=torch.float32)
+
+
+def test_cuda_kernels_say_why_they_cannot_run_on_a_cpu() -> None:
+    for name in AUTO_ORDER:
+        reason = ATTENTION[name].obstacle(torch.device("cpu"))
+        assert reason is not None
+        assert "CUDA" in reason or "not installed" in reason
+
+
+def test_the_kernel_of_one_thread_is_no_switch_of_the_process() -> None:
+    """PyTorch's own flags are global: an entry that set them would change other lanes."""
+    before = (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled())
+    q = torch.randn(1, 4, 2, 8)
+    for name in ("sdpa", "math"):
+        ATTENTION[name].attend(q, q, q)
+        assert (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()) == before
+
+
+def test_math_kernel_agrees_with_sdpa() -> None:
+    q = torch.randn(1, 4, 2, 8, dtype=torch.float64)
+    difference = ATTENTION["math"].attend(q, q, q) - ATTENTION["sdpa"].attend(q, q, q)
+    assert difference.abs().max() < 1e-12  # float64, the same sums
