@@ -49,7 +49,7 @@ class LaneTensor:
     """A Tensor, or a state that stays on its lane."""
 
     def on(self, lane: Lane) -> Any:
-        """Return the tensor; assert that ``lane`` is its own."""
+        """Return the tensor or state; assert that ``lane`` is its own."""
         assert self.lane == lane.name, f"a tensor of {self.lane} is used on {lane.name}; move it first"
         return self.tensor
 
@@ -139,7 +139,7 @@ class ThreadLane:
         if self.device.type != "cuda":
             return contextlib.nullcontext()
         torch.cuda.set_device(self.device)
-        self._stream = torch.cuda.Stream(self.device)
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.default_stream(self.device))  # weights may still be on their way
         return torch.cuda.stream(self._stream)
 

@@ -113,7 +113,8 @@ def _latents(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Val
         return inputs.given[slot].to(state.lane.device, state.dtype)
     if slot.level == 0:
         return _noise(task, inputs, state, level=0)
-    return values[slot].moved_to(state.lane).on(state.lane)
+    latents: Tensor = values[slot].moved_to(state.lane).on(state.lane)
+    return latents
 
 
 def _noise(task: ForwardTask, inputs: RunInputs, state: LaneState, *, level: int) -> Tensor:
@@ -133,7 +134,7 @@ def _forward(
     frames = inputs.frames_of(task)
     device = state.lane.device
     view = state.banks.open(task, homes)
-    v = state.models[task.role](
+    v: Tensor = state.models[task.role](
         x_BCFHW,
         timestep_BF=torch.full((inputs.batch, len(frames)), timestep(sigma), dtype=state.dtype, device=device),
         text=_text(task, inputs=inputs, state=state, frame=frames[0]),

@@ -162,10 +162,10 @@ def stream_decode(
 
 def _decoded(decoder: StreamingDecoder, latents: Tensor, *, check_cancel: CheckCancel | None) -> Iterator[Tensor]:
     state: VaeState | None = None
-    for latent in latents.split(1, dim=2):
+    for index in range(latents.shape[2]):
         if check_cancel is not None:
             check_cancel()
-        frames, state = decoder.decode(latent, state)
+        frames, state = decoder.decode(latents[:, :, index : index + 1], state)
         yield frames[0]
 
 
@@ -196,8 +196,8 @@ def _inputs(
     spec = spec_for(spec)
     _check_texts(backbone, spec, texts)
     shape = spec.shape
-    if backbone.size not in (None, (shape.width, shape.height)):
-        width, height = backbone.size  # type: ignore[misc]
+    if backbone.size is not None and backbone.size != (shape.width, shape.height):
+        width, height = backbone.size
         raise ValueError(
             f"size={shape.width}x{shape.height} does not fit the backbone, which makes {width}x{height} only; "
             f"use width={width}, height={height}"
