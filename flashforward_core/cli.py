@@ -16,13 +16,14 @@ class Command:
     help: str
     """One line for ``--help``."""
     module: str
-    """Module of this package with ``add_arguments(parser)`` and ``run(args) -> int``, as in ``.commands.simulate``."""
+    """Module of this package that offers ``add_arguments(parser)`` and ``run(args) -> int``."""
 
 
 COMMANDS = {
     "simulate": Command(
         help="predict forwards, rounds, seconds and memory of a rollout without running it", module=".commands.simulate"
     ),
+    "train": Command(help="train the embedded model, one step at a time", module=".train.command"),
 }
 
 
@@ -49,10 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 2, and one line on stderr, for what the user can correct."""
     words = list(sys.argv[1:] if argv is None else argv)
     chosen = words[0] if words and words[0] in COMMANDS else None
-    args = build_parser(chosen).parse_args(words)
     try:
+        args = build_parser(chosen).parse_args(words)
         status: int = args.run(args)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == (__package__ or "").partition(".")[0]:
+            raise  # ours: a bug
+        return _complain(chosen, f"needs the Python package {error.name!r}; install this project with pip first")
     except (ValueError, OSError) as error:
-        print(f"flashforward_core {args.command}: {error}", file=sys.stderr)
-        return 2
+        return _complain(chosen, str(error))
     return status
+
+
+def _complain(command: str | None, message: str) -> int:
+    print(f"flashforward_core {command}: {message}", file=sys.stderr)
+    return 2

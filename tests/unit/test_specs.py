@@ -1,0 +1,97 @@
+"""Claims about the specs: derived numbers, and refusals that name the field and the remedy."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flashforward_core.specs import AnchorPlan, History, PromptSpan, RolloutSpec, StageSchedule, VideoShape
+
+pytestmark = pytest.mark.cpu
+
+
+def shape(latent_frames: int = 81, **changes: Any) -> VideoShape:
+    return VideoShape(**{"width": 832, "height": 480, "latent_frames": latent_frames, **changes})
+
+
+def test_81_latents_are_321_frames_and_20_seconds() -> None:
+    assert shape(81).video_frames == 321
+    assert shape(81).seconds == pytest.approx(20.0625)  # 321 / 16
+
+
+def test_480p_has_1560_tokens_per_latent_frame() -> None:
+    assert (shape().latent_height, shape().latent_width, shape().tokens_per_frame) == (60, 104, 1560)
+    assert shape(width=1280, height=720).tokens_per_frame == 3600
+
+
+@pytest.mark.parametrize(("seconds", "latents"), [(20.0, 81), (0.01, 1), (5.0, 21), (0.3, 2)])
+def test_seconds_become_the_nearest_latent_length(seconds: float, latents: int) -> None:
+    assert VideoShape.from_seconds(seconds, width=832, height=480).latent_frames == latents
+
+
+def test_video_frames_become_latents() -> None:
+    assert VideoShape.from_video_frames(321, width=832, height=480).latent_frames == 81
+
+
+def test_the_four_stages_have_the_papers_timesteps() -> None:
+    timesteps = [1000 * sigma for sigma in StageSchedule().sigmas]
+    assert timesteps == pytest.approx([1000, 937.5, 2500 / 3, 625, 0])
+
+
+def test_the_last_chunk_may_be_shorter() -> None:
+    spec = RolloutSpec(shape=shape(8))
+    assert [list(spec.chunk(i)) for i in range(spec.num_chunks)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+def test_no_anchor_lies_past_the_end_and_the_last_block_may_be_shorter() -> None:
+    spec = RolloutSpec(shape=shape(40))
+    assert spec.anchor_positions() == (0, 10, 20, 30)
+    assert spec.anchor_blocks() == ((0, 1, 2), (3,))
+    assert RolloutSpec(shape=shape(40), anchors=None).anchor_blocks() == ()
+
+
+def test_a_prompt_holds_until_the_next_one() -> None:
+    spec = RolloutSpec(shape=shape(9), prompts=(PromptSpan(), PromptSpan(start=4, prompt=1)))
+    assert [spec.prompt_at(frame) for frame in range(9)] == [0, 0, 0, 0, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: shape(0), "latent_frames=0 is below 1; use latent_frames=1"),
+        (lambda: shape(width=833), "width=833 is not a positive multiple of 16; use width=832"),
+        (lambda: shape(height=8), "height=8 is not a positive multiple of 16; use height=16"),
+        (lambda: shape(fps=0.0), "fps=0.0 is outside"),
+        (lambda: VideoShape.from_seconds(0, width=16, height=16), "seconds=0 is not above 0"),
+        (lambda: VideoShape.from_video_frames(320, width=16, height=16), "use frames=317 or frames=321"),
+        (lambda: VideoShape.from_video_frames(0, width=16, height=16), "frames=0 is not 4n+1; use frames=1"),
+        (lambda: StageSchedule(shift=0), "shift=0 is not above 0"),
+        (lambda: StageSchedule(starts=(1.0, 1.0)), "must fall from 1.0"),
+        (lambda: StageSchedule(starts=(0.9, 0.5)), "must fall from 1.0"),
+        (lambda: StageSchedule(starts=()), "must fall from 1.0"),
+        (lambda: AnchorPlan(stride=0), "anchor_stride=0 is below 1"),
+        (lambda: AnchorPlan(block_frames=0), "block_frames=0 is below 1"),
+        (lambda: AnchorPlan(context=0), "context=0 is below 1"),
+        (lambda: History(chunks=-1), "history=-1 is below 0"),
+        (lambda: History(planner_blocks=-1), "planner_history=-1 is below 0"),
+        (lambda: History(sink=-1), "sink=-1 is below 0"),
+        (lambda: RolloutSpec(shape=shape(), chunk_frames=0), "chunk_frames=0 is below 1"),
+        (lambda: RolloutSpec(shape=shape(), seed=-1), "seed=-1 is below 0"),
+        (
+            lambda: RolloutSpec(shape=shape(), anchors=None, history=History(chunks=0)),
+            "history=0 reads nothing; use history >= 1 or anchors",
+        ),
+        (
+            lambda: RolloutSpec(shape=shape(), history=History(chunks=2, sink=7)),
+            "sink=7 is longer than the history of 6 latent frames; use sink <= 6",
+        ),
+        (lambda: RolloutSpec(shape=shape(), prompts=()), "they must rise from 0"),
+        (lambda: RolloutSpec(shape=shape(), prompts=(PromptSpan(start=1),)), "they must rise from 0"),
+        (lambda: RolloutSpec(shape=shape(), prompts=(PromptSpan(), PromptSpan())), "they must rise from 0"),
+        (lambda: RolloutSpec(shape=shape(9), prompts=(PromptSpan(), PromptSpan(start=9))), "past the last one (8)"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
