@@ -1,0 +1,121 @@
+"""Claims about ``python -m flashforward_core simulate``, run as users run it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashforward_core.engine.cost import CostKey, CostModel, save_cost
+
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    # -S leaves site-packages out: whatever is not in the standard library cannot be imported
+    line = [sys.executable, "-S", "-m", "flashforward_core", *words]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def report(*words: str) -> dict[str, object]:
+    done = command("simulate", "--json", *words)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def test_the_report_needs_the_standard_library_only_and_has_the_contract_s_fields(tmp_path: Path) -> None:
+    frame = 2 * 30 * 1536 * 1560 * 2  # keys and values, blocks, width, tokens, bytes of bf16
+    assert report("--latent-frames", "81", "--devices", "4", "--costs", str(tmp_path / "none.json")) == {
+        "schedule": "flashforward",
+        "layout": "interleaved",
+        "rounds": 37,
+        "forwards": {
+            "planner_denoise": 12,
+            "planner_commit": 3,
+            "renderer_denoise": 108,
+            "renderer_commit": 0,
+            "total": 123,
+        },
+        "predicted_s": None,
+        "peak_kv_bytes": [24 * frame] * 4,  # a bank of 18, and six anchors while Γ moves from block to block
+    }
+
+
+def test_seconds_and_latent_frames_say_the_same() -> None:
+    assert report("--seconds", "20") == report("--latent-frames", "81")
+
+
+@pytest.mark.parametrize(("schedule", "total"), [("self_forcing", 134), ("hiar", 212), ("last_stage", 108)])
+def test_other_schedules_count_their_forwards(schedule: str, total: int) -> None:
+    forwards = report("--schedule", schedule)["forwards"]
+    assert isinstance(forwards, dict)
+    assert forwards["total"] == total
+
+
+def test_the_table_is_for_people() -> None:
+    done = command("simulate", "--devices", "5", "--layout", "streaming")
+    lines = dict(line.split("  ", 1) for line in done.stdout.splitlines())
+    assert {name.strip(): value.strip() for name, value in lines.items()}["rounds"] == "35"
+    assert "0 renderer commit" in done.stdout
+
+
+def test_a_fit_gives_seconds(tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    key = CostKey(device="H200", model="1.3B", resolution="480p", precision="bf16")
+    save_cost(costs, key=key, cost=CostModel(forward_s=0.05))
+    assert report("--costs", str(costs))["predicted_s"] == pytest.approx(123 * 0.05)
+    assert report("--costs", str(costs), "--model", "14B")["predicted_s"] is None
+    save_cost(
+        costs,
+        key=CostKey(device="B200", model="1.3B", resolution="480p", precision="bf16"),
+        cost=CostModel(forward_s=1),
+    )
+    assert "several: H200, B200" in command("simulate", "--costs", str(costs)).stderr
+    assert report("--costs", str(costs), "--device-name", "B200")["predicted_s"] == pytest.approx(123)
+
+
+def test_a_trace_is_written(tmp_path: Path) -> None:
+    report("--latent-frames", "9", "--trace", str(tmp_path / "trace.json"))
+    assert json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--latent-frames", "0"], "latent_frames=0 is below 1"),
+        (["--devices", "0"], "devices=0 is below 1"),
+        (["--schedule", "fast"], "schedule='fast' is unknown"),
+        (["--layout", "fast"], "layout='fast' is unknown"),
+        (["--model", "2B"], "model='2B' is unknown; use one of: embedded, 1.3B, 14B"),
+        (["--resolution", "big"], "resolution='big' is no size"),
+        (["--resolution", "100x96"], "width=100 is not a positive multiple of 16; use width=96"),
+        (["--model", "embedded", "--resolution", "480p"], "does not fit model='embedded'; use 128x192"),
+        (["--anchor-stride", "0"], "anchor_stride=0 is below 1"),
+        (["--anchor-rule", "first"], "anchor_rule='first' is unknown"),
+        (["--history", "0", "--schedule", "hiar"], "history=0 reads nothing"),
+        (["--sink", "16"], "sink=16 is longer than the history of 15"),
+        (["--trace", "/no/such/folder/x.json"], "No such file or directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(words: list[str], message: str) -> None:
+    done = command("simulate", *words)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_command_without_its_packages_says_which() -> None:
+    done = command("train", "vae")
+    assert done.returncode == 2
+    assert "needs the Python package 'torch'" in done.stderr
+
+
+def test_help_lists_the_commands_without_importing_them() -> None:
+    done = command("--help")
+    assert done.returncode == 0
+    assert "simulate" in done.stdout
+    assert "train" in done.stdout
