@@ -71,6 +71,15 @@ class ByteT5Encoder(nn.Module):
         self.config = config or TextConfig()
         self.t5 = T5EncoderModel(T5Config(**_t5_settings(self.config)))
 
+    @classmethod
+    def create(cls, *, text_len: int, text_dim: int) -> "ByteT5Encoder":
+        """Make a new encoder, with random weights, for a transformer of this ``text_len`` and ``text_dim``."""
+        return cls(TextConfig(text_len=text_len, d_model=text_dim))
+
+    def tokenise(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Spell prompts for ``forward``: ids and mask, both [B, text_len] on the CPU (``byte_ids``)."""
+        return byte_ids(prompts, self.config.text_len)
+
     def forward(self, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
         """Embed ids [B, L] to [B, L, d_model]; only bytes under the mask are attended, other rows are zeros."""
         rows = self.t5(input_ids=ids_BL, attention_mask=mask_BL.long()).last_hidden_state
@@ -80,7 +89,7 @@ class ByteT5Encoder(nn.Module):
     def encode(self, prompts: Sequence[str]) -> Tensor:
         """Embed prompts to [B, text_len, d_model] on the encoder's device, zeros past each prompt's end mark."""
         device = self.t5.shared.weight.device
-        ids, mask = byte_ids(prompts, self.config.text_len)
+        ids, mask = self.tokenise(prompts)
         return self(ids.to(device), mask.to(device))
 
     def save(self, folder: Path) -> None:

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashforward_core.model.vae_layers import CausalCache, Options, decode_raw, encode_moments, require_wan21
-from flashforward_core.specs import TEMPORAL_FACTOR
+from ..specs import TEMPORAL_FACTOR
+from .vae_layers import CausalCache, Options, decode_raw, encode_moments, require_wan21
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan

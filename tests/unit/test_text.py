@@ -66,6 +66,11 @@ def test_long_prompt_is_cut_with_one_warning_that_keeps_it_secret(
     assert "100 bytes" in caplog.text and "first 31" in caplog.text and "zebra" not in caplog.text
 
 
+def test_created_encoders_fit_their_transformer() -> None:
+    made = ByteT5Encoder.create(text_len=16, text_dim=64)
+    assert made.encode(PROMPTS).shape == (2, 16, 64)
+
+
 def test_gradients_reach_every_weight(encoder: ByteT5Encoder) -> None:
     encoder.zero_grad()
     encoder(*byte_ids(PROMPTS, 32)).square().mean().backward()
