@@ -16,7 +16,7 @@ Shape letters: B batch, C channels, F frames, H height, W width; z latent channe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,7 +90,7 @@ def encode_moments(vae: AutoencoderKLWan, video_BCFHW: Tensor, options: Options)
     for level in _encoder_levels(encoder.down_blocks):
         x = _run(_layers, level, x, options)
     x = _run(_layers, _mid_layers(encoder.mid_block), x, options)
-    x = _causal_conv(encoder.conv_out, F.silu(_rms_norm(encoder.norm_out, x)), options)
+    x = _causal_conv(encoder.conv_out, _norm_silu(encoder.norm_out, x), options)
     return _causal_conv(vae.quant_conv, x, options)
 
 
@@ -101,7 +101,7 @@ def decode_raw(vae: AutoencoderKLWan, z_BCFHW: Tensor, options: Options) -> Tens
     x = _run(_layers, _mid_layers(decoder.mid_block), x, options)
     for block in decoder.up_blocks:
         x = _run(_layers, [*block.resnets, *(block.upsamplers or ())], x, options)
-    return _causal_conv(decoder.conv_out, F.silu(_rms_norm(decoder.norm_out, x)), options)
+    return _causal_conv(decoder.conv_out, _norm_silu(decoder.norm_out, x), options)
 
 
 def _run(step: Callable[..., Tensor], layers: list[nn.Module], x: Tensor, options: Options) -> Tensor:
@@ -141,8 +141,8 @@ def _layers(layers: Iterable[nn.Module], x: Tensor, *, options: Options) -> Tens
 def _residual(block: Any, x: Tensor, options: Options) -> Tensor:
     shortcut = block.conv_shortcut
     kept = x if isinstance(shortcut, nn.Identity) else _causal_conv(shortcut, x, options)
-    x = _causal_conv(block.conv1, F.silu(_rms_norm(block.norm1, x)), options)
-    x = block.dropout(F.silu(_rms_norm(block.norm2, x)))
+    x = _causal_conv(block.conv1, _norm_silu(block.norm1, x), options)
+    x = block.dropout(_norm_silu(block.norm2, x))
     return _causal_conv(block.conv2, x, options) + kept
 
 
@@ -195,10 +195,23 @@ def _resample_space(layer: Any, x: Tensor) -> Tensor:
     return _unfold_frames(layer.resample[1](x), frames)
 
 
-def _rms_norm(norm: Any, x: Tensor) -> Tensor:
-    """Normalise over channels in float32 and return ``x``'s dtype, so that autocast keeps activations small."""
-    unit = F.normalize(x.float(), dim=1).to(x.dtype)
-    return unit * (norm.gamma * norm.scale).to(x.dtype)
+def _norm_silu(norm: Any, x: Tensor) -> Tensor:
+    """Normalise over channels, then SiLU; in ``x``'s dtype, so that autocast keeps activations small."""
+    gamma = norm.gamma * norm.scale
+    if x.is_cuda and torch.is_grad_enabled():
+        return _fused_norm_silu()(x, gamma)
+    return _plain_norm_silu(x, gamma)
+
+
+def _plain_norm_silu(x: Tensor, gamma: Tensor) -> Tensor:
+    return F.silu(F.normalize(x.float(), dim=1).to(x.dtype) * gamma.to(x.dtype))
+
+
+@cache
+def _fused_norm_silu() -> Callable[[Tensor, Tensor], Tensor]:
+    """One kernel for every shape: passes over memory, not the convolutions, are most of an eager training step."""
+    fused: Callable[[Tensor, Tensor], Tensor] = torch.compile(_plain_norm_silu, dynamic=True)
+    return fused
 
 
 def _causal_conv(conv: Any, x: Tensor, options: Options) -> Tensor:

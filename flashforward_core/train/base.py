@@ -1,6 +1,7 @@
 """Train the bidirectional base model and the text encoder by flow matching, dense clips and sparse ones in turn."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +31,13 @@ def draw_sigmas(shape: tuple[int, ...], generator: torch.Generator, *, device: t
 def flow_loss(velocity: Tensor, clean: Tensor, noise: Tensor) -> Tensor:
     """Return the squared error of v = noise - clean per batch row and latent frame, [B, F]."""
     return ((velocity.float() - (noise - clean)) ** 2).mean((1, 3, 4))
+
+
+def compile_blocks(model: CausalWanTransformer) -> None:
+    """Compile what stands before and after self-attention, once for all blocks; in place, so never copy it after."""
+    for block in model.blocks:
+        block.before = torch.compile(block.before)
+        block.after = torch.compile(block.after)
 
 
 class BaseStep(nn.Module):
@@ -68,8 +76,6 @@ def train_base(
     """Train on ``layouts`` (clips per batch, latent frames, stride between them) in turn; return the averaged weights."""
     device = accelerator.device
     step = BaseStep(model, text, autocast=device.type == "cuda")
-    if compiled:
-        step.compile()
 
     def batch(generator: torch.Generator, number: int) -> tuple[object, ...]:
         count, length, stride = layouts[number % len(layouts)]
@@ -79,7 +85,8 @@ def train_base(
         noise = torch.randn(clean.shape, generator=generator, device=device)
         return clean, ids, mask, draw_sigmas((count,), generator, device=device), noise, frames
 
-    best = train(step, config, accelerator=accelerator, batch=batch)
+    compile_parts = partial(compile_blocks, model) if compiled else None
+    best = train(step, config, accelerator=accelerator, batch=batch, prepare=compile_parts)
     return best.model, best.text
 
 

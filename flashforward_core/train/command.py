@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 
 CLIP_FRAMES = 321  # 81 latents, 20 seconds
 ROLE_RANK = 8
-TOKENS = (WIDTH // 16) * (HEIGHT // 16)
 assert FPS == 16
 
 
@@ -75,7 +74,7 @@ def _vae(args: argparse.Namespace, accelerator: Accelerator) -> None:
     vae = new_vae()
     pool = ClipPool(_seeds(args.scenes, accelerator), 65, device=accelerator.device)
     vae = train_vae(
-        vae, stages, out=args.out / "vae_run", pool=pool, accelerator=accelerator, seed=args.seed, compiled=args.compile
+        vae, stages, out=args.out / "vae_run", pool=pool, accelerator=accelerator, seed=args.seed, as_conv2d=True
     )
     if accelerator.is_main_process:
         _finish_vae(vae, args.out, accelerator.device, held_out=args.held_out)
@@ -139,7 +138,6 @@ def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
         _config(args, "sft"),
         accelerator=accelerator,
         clips=args.clips,
-        tokens=TOKENS,
         compiled=args.compile,
     )
     if accelerator.is_main_process:

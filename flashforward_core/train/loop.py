@@ -80,9 +80,11 @@ def train(
     *,
     accelerator: Accelerator,
     batch: Callable[[torch.Generator, int], tuple[object, ...]],
+    prepare: Callable[[], None] | None = None,
 ) -> nn.Module:
     """Train ``module``, whose forward takes ``batch(generator, step)`` and returns ``Losses``; return the EMA module.
 
+    ``prepare`` runs once the averaged copy exists, for what must not be copied (compiled parts).
     The generator lives on the accelerator's device. Mutates ``module``. Interrupted runs continue from the last
     state in ``config.out``; the EMA weights are averaged on every process alike.
     """
@@ -90,6 +92,8 @@ def train(
     optimizer = torch.optim.AdamW(params, lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=accelerator.device.type == "cuda")
     module.to(accelerator.device)
     ema = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay))
+    if prepare is not None:
+        prepare()
     progress = _Progress()
     prepared, optimizer = accelerator.prepare(module, optimizer)
     accelerator.register_for_checkpointing(ema, progress)

@@ -5,7 +5,6 @@ planner's denoising and the renderer's denoising. Who sees whom is read off the 
 training and inference cannot disagree about a schedule.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from flashforward_core.graph.schedules import build_graph
 from flashforward_core.graph.task import ForwardTask, Kind, Role, Slot, Space
-from flashforward_core.model.attention import AttentionFn
+from flashforward_core.model.attention import AttentionFn, sdpa
 from flashforward_core.model.layers import Segment
 from flashforward_core.specs import RolloutSpec
 
@@ -84,7 +83,7 @@ def _seen_frames(slot: Slot, spec: RolloutSpec, num_anchors: int) -> list[int]:
 
 
 def dense_attention(visible: Tensor, tokens: int) -> AttentionFn:
-    """Attend under the frame mask ``visible`` [P, P], materialised; for CPUs and as the oracle of the other."""
+    """Attend under the frame mask ``visible`` [P, P], materialised: the oracle of ``GroupedAttention``."""
     mask = visible.repeat_interleave(tokens, 0).repeat_interleave(tokens, 1)
 
     def attend(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
@@ -94,21 +93,40 @@ def dense_attention(visible: Tensor, tokens: int) -> AttentionFn:
     return attend
 
 
-def frame_mask(visible: Tensor, tokens: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return FlexAttention's mask function for the frame mask ``visible`` [P, P] on its device."""
+class GroupedAttention:
+    """Attend under a frame mask without one: queries that see the same keys share a dense call.
 
-    def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return visible[query // tokens, key // tokens]
+    Chunks that see equally many keys are batched, so a steady wavefront is a single call of the fastest kernel. The
+    memory is that of each group's gathered keys and values.
+    """
 
-    return allowed
+    def __init__(self, visible: Tensor, tokens: int, *, device: torch.device) -> None:
+        """Group the frames of ``visible`` [P, P], ``tokens`` per frame."""
+        self.tokens = tokens
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for frame, row in enumerate(visible.tolist()):
+            groups.setdefault(tuple(i for i, seen in enumerate(row) if seen), []).append(frame)
+        batches: dict[tuple[int, int], list[tuple[list[int], tuple[int, ...]]]] = {}
+        for keys, queries in groups.items():
+            batches.setdefault((len(queries), len(keys)), []).append((queries, keys))
+        self.batches = [
+            tuple(torch.tensor([group[part] for group in members], device=device) for part in (0, 1))
+            for members in batches.values()
+        ]
+        order = torch.cat([queries.flatten() for queries, _ in self.batches])
+        self.restore = torch.argsort(order)
+
+    def __call__(self, q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor) -> Tensor:
+        """Return [B, L, H, D] for queries, keys and values of the whole packed sequence."""
+        q, k, v = (x.unflatten(1, (-1, self.tokens)) for x in (q_BLHD, k_BLHD, v_BLHD))
+        pieces = []
+        for queries_GQ, keys_GK in self.batches:
+            out = sdpa(_gather(q, queries_GQ), _gather(k, keys_GK), _gather(v, keys_GK))
+            pieces.append(out.reshape(q.shape[0], -1, *q.shape[2:]))
+        return torch.cat(pieces, dim=1).index_select(1, self.restore).flatten(1, 2)
 
 
-def flex_attention_under(block_mask: object) -> AttentionFn:
-    """Attend sparsely under a FlexAttention block mask; call inside a compiled region."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    def attend(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BNHD, v_BNHD))
-        return flex_attention(q, k, v, block_mask=block_mask).transpose(1, 2)  # type: ignore[union-attr,arg-type]
-
-    return attend
+def _gather(x_BPTHD: Tensor, frames_GN: Tensor) -> Tensor:
+    """Return [B·G, N·T, H, D]: each group's frames in a row."""
+    picked = x_BPTHD.index_select(1, frames_GN.flatten())
+    return picked.reshape(-1, frames_GN.shape[1] * x_BPTHD.shape[2], *x_BPTHD.shape[3:])

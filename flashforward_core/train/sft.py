@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -11,10 +12,10 @@ from flashforward_core.graph.task import Role
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer
 from flashforward_core.specs import RolloutSpec, VideoShape
-from flashforward_core.train.base import CAPTION_DROP, draw_sigmas, flow_loss
+from flashforward_core.train.base import CAPTION_DROP, compile_blocks, draw_sigmas, flow_loss
 from flashforward_core.train.data import LatentPool
 from flashforward_core.train.loop import LoopConfig, train
-from flashforward_core.train.packing import Packing, dense_attention, flex_attention_under, frame_mask, pack
+from flashforward_core.train.packing import GroupedAttention, Packing, pack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +25,7 @@ class PackedLayout:
     packing: Packing
     frames: Tensor
     used: Tensor
-    mask: object
-    """FlexAttention's block mask on CUDA, the frame mask elsewhere."""
+    attend: GroupedAttention
 
 
 def spec_for_latents(latent_frames: int, *, width: int, height: int) -> RolloutSpec:
@@ -41,29 +41,25 @@ def layouts_for(lengths: Sequence[int], *, width: int, height: int, device: torc
 
 
 def _layout(packing: Packing, tokens: int, device: torch.device) -> PackedLayout:
-    visible = packing.visible.to(device)
-    mask: object = visible
-    if device.type == "cuda":
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        length = len(packing.frames) * tokens
-        mask = create_block_mask(frame_mask(visible, tokens), None, None, length, length, device=device)
-    frames = torch.tensor(packing.frames, device=device)
-    return PackedLayout(packing=packing, frames=frames, used=packing.used.to(device), mask=mask)
+    return PackedLayout(
+        packing=packing,
+        frames=torch.tensor(packing.frames, device=device),
+        used=packing.used.to(device),
+        attend=GroupedAttention(packing.visible, tokens, device=device),
+    )
 
 
 class SftStep(nn.Module):
     """One packed forward of both roles and its two flow-matching losses."""
 
     def __init__(
-        self, model: CausalWanTransformer, text: ByteT5Encoder, packing: Packing, *, tokens: int, autocast: bool
+        self, model: CausalWanTransformer, text: ByteT5Encoder, packing: Packing, *, autocast: bool
     ) -> None:
         super().__init__()
         self.model = model
         self.text = text
         self.segments = packing.segments
         self.num_anchors = packing.num_anchors
-        self.tokens = tokens
         self.autocast = autocast
 
     def forward(
@@ -73,17 +69,10 @@ class SftStep(nn.Module):
         sigma: Tensor,
         ids: Tensor,
         mask: Tensor,
-        frames: Tensor,
-        used: Tensor,
-        attention_mask: object,
+        layout: PackedLayout,
     ) -> dict[str, Tensor]:
         """Score packed clean latents and noise [B, 16, P, h, w] at sigma [B, P] (0 on the clean anchors)."""
         s = sigma[:, None, :, None, None]
-        attend = (
-            dense_attention(attention_mask, self.tokens)
-            if isinstance(attention_mask, Tensor)
-            else flex_attention_under(attention_mask)
-        )
         with torch.autocast(packed.device.type, torch.bfloat16, enabled=self.autocast):
             embedded = self.text(ids, mask)
             texts = [self.model.text_context(embedded, role) for role in (Role.PLANNER, Role.RENDERER)]
@@ -91,14 +80,14 @@ class SftStep(nn.Module):
                 (1 - s) * packed + s * noise,
                 timestep_BF=1000 * sigma,
                 text=texts,
-                frames=frames,
+                frames=layout.frames,
                 segments=self.segments,
-                self_attend=attend,
+                self_attend=layout.attend,
             )
         losses = flow_loss(velocity, packed, noise)
         count = self.num_anchors
-        planner = _mean_over(losses[:, count : 2 * count], used[count : 2 * count])
-        renderer = _mean_over(losses[:, 2 * count :], used[2 * count :])
+        planner = _mean_over(losses[:, count : 2 * count], layout.used[count : 2 * count])
+        renderer = _mean_over(losses[:, 2 * count :], layout.used[2 * count :])
         return {"loss": planner + renderer, "planner": planner, "renderer": renderer}
 
 
@@ -125,15 +114,12 @@ def train_sft(
     *,
     accelerator: Accelerator,
     clips: int,
-    tokens: int,
     compiled: bool = True,
 ) -> tuple[CausalWanTransformer, ByteT5Encoder]:
     """Fine-tune a model with roles attached on ``clips`` per batch; each step draws one of the ``layouts``."""
     device = accelerator.device
     packing = layouts[0].packing
-    step = SftStep(model, text, packing, tokens=tokens, autocast=device.type == "cuda")
-    if compiled:
-        step.compile()
+    step = SftStep(model, text, packing, autocast=device.type == "cuda")
 
     def batch(generator: torch.Generator, number: int) -> tuple[object, ...]:
         layout = layouts[number % len(layouts)]
@@ -141,7 +127,8 @@ def train_sft(
         packed = clean[:, :, layout.frames]
         noise = torch.randn(packed.shape, generator=generator, device=device)
         sigma = packed_sigmas(packing, clips, generator, device=device)
-        return packed, noise, sigma, ids, mask, layout.frames, layout.used, layout.mask
+        return packed, noise, sigma, ids, mask, layout
 
-    best = train(step, config, accelerator=accelerator, batch=batch)
+    compile_parts = partial(compile_blocks, model) if compiled else None
+    best = train(step, config, accelerator=accelerator, batch=batch, prepare=compile_parts)
     return best.model, best.text

@@ -124,17 +124,12 @@ def train_vae(
     pool: ClipPool,
     accelerator: Accelerator,
     seed: int,
-    as_conv2d: bool = True,
-    compiled: bool = True,
+    as_conv2d: bool,
 ) -> AutoencoderKLWan:
     """Run the stages one after the other, each from the averaged weights of the one before."""
     cuda = accelerator.device.type == "cuda"
-    if cuda:
-        vae.to(memory_format=torch.channels_last if as_conv2d else torch.channels_last_3d)
     for number, stage in enumerate(stages):
         step = VaeStep(vae, VaeLoss(), as_conv2d=as_conv2d, autocast=cuda)
-        if compiled:
-            step.compile()
 
         def batch(generator: torch.Generator, _: int, stage: VaeStage = stage) -> tuple[Tensor, ...]:
             video, mask = pool.sample(stage.batch, stage.frames, generator)

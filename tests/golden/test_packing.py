@@ -10,7 +10,7 @@ from flashforward_core.model.config import WanConfig
 from flashforward_core.model.roles import attach_roles
 from flashforward_core.model.transformer import CausalWanTransformer
 from flashforward_core.specs import AnchorPlan, History, RolloutSpec, VideoShape
-from flashforward_core.train.packing import dense_attention, pack
+from flashforward_core.train.packing import GroupedAttention, dense_attention, pack
 
 pytestmark = pytest.mark.cpu
 
@@ -127,3 +127,18 @@ def test_unused_frames_of_a_padded_packing_are_marked() -> None:
     packing = pack(tiny_spec(7), padded_to=tiny_spec(14))
     used = [packing.frames[i] for i in torch.nonzero(packing.used).flatten().tolist()]
     assert used == [0, 4, 0, 4, *range(7)]
+
+
+@pytest.mark.parametrize(("latent_frames", "padded"), [(14, None), (7, 14)])
+def test_grouped_attention_equals_dense_attention_under_the_mask(latent_frames: int, padded: int | None) -> None:
+    packing = pack(tiny_spec(latent_frames), padded_to=tiny_spec(padded) if padded else None)
+    length = len(packing.frames) * 4
+    q, k, v = (torch.randn(2, length, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    weight = torch.randn(2, length, 2, 8, dtype=torch.float64)
+    results = []
+    for attend in (dense_attention(packing.visible, 4), GroupedAttention(packing.visible, 4, device=torch.device("cpu"))):
+        out = attend(q, k, v)
+        results.append((out, *torch.autograd.grad((out * weight).sum(), (q, k, v))))
+    for dense, grouped in zip(*results, strict=True):
+        # float64: the sums differ only in the order of their terms
+        torch.testing.assert_close(grouped, dense, rtol=0, atol=1e-11)
