@@ -16,8 +16,10 @@ from ..flow import keyed_noise_frames, predict_x0, renoise, timestep
 from ..graph.schedules import build_graph
 from ..graph.task import ForwardTask, Kind, Role, Slot, Space, TaskGraph
 from ..specs import LATENT_CHANNELS, RolloutSpec
+from .attention import AttentionFn
 from .config import PATCH
-from .transformer import CausalWanTransformer, Segment
+from .layers import Segment
+from .transformer import CausalWanTransformer
 
 
 def task_frames(spec: RolloutSpec, task: ForwardTask) -> tuple[int, ...]:
@@ -117,7 +119,7 @@ class Reference:
         return renoise(x0, noise, sigma=sigmas[task.stage + 1])
 
 
-def _masked_attention(mask_FF: Tensor, *, tokens: int):  # noqa: ANN202 (an AttentionFn)
+def _masked_attention(mask_FF: Tensor, *, tokens: int) -> AttentionFn:
     mask_LL = mask_FF.repeat_interleave(tokens, 0).repeat_interleave(tokens, 1)
 
     def attend(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor) -> Tensor:

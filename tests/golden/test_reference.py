@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -91,9 +92,17 @@ def publish(spec: RolloutSpec, task: ForwardTask, own: list[KeyValue], kept: dic
 
 
 def cached_rollout(
-    model: CausalWanTransformer, spec: RolloutSpec, texts: list[Tensor], graph: TaskGraph
+    model: CausalWanTransformer,
+    spec: RolloutSpec,
+    texts: list[Tensor],
+    graph: TaskGraph,
+    *,
+    misplaced: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[Slot, Tensor]:
-    """Run a graph task by task, each forward reading the kept KV of exactly the slots that it lists."""
+    """Run a graph task by task, each forward reading the kept KV of exactly the slots that it lists.
+
+    ``misplaced`` is the mutation of a task's positions, in latent frames.
+    """
     kept: dict[Slot, list[KeyValue]] = {}
     latents: dict[Slot, Tensor] = {}
     sigmas = spec.stages.sigmas
@@ -107,7 +116,7 @@ def cached_rollout(
             x,
             timestep_BF=torch.full((1, len(frames)), timestep(sigmas[task.stage]), dtype=torch.float64),
             text=model.text_context(texts[spec.prompt_at(frames[0])], task.role),
-            frames=torch.tensor(frames),
+            frames=torch.tensor(frames) + misplaced.get(task.id, 0),
             role=task.role,
             kv=context,
         )
@@ -153,6 +162,16 @@ def test_dropping_one_kv_edge_changes_the_video(model: CausalWanTransformer, tex
     assert (whole - cut).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("victim", ["planner/commit/b0", "renderer/denoise/c1/s0", "renderer/denoise/c4/s1"])
+def test_positions_off_by_one_chunk_change_the_video(
+    victim: str, model: CausalWanTransformer, texts: list[Tensor]
+) -> None:
+    spec = small_spec("flashforward")
+    graph = build_graph(spec, decode=False)
+    off = cached_rollout(model, spec, texts, graph, misplaced={victim: spec.chunk_frames})
+    assert worst(off, reference_rollout(model, spec, texts)) > 1e-4
+
+
 def test_rollout_depends_on_seed_and_prompt(model: CausalWanTransformer, texts: list[Tensor]) -> None:
     spec = small_spec("last_stage", shape=VideoShape(width=32, height=32, latent_frames=6), prompts=(PromptSpan(),))
     base = rendered(spec, reference_rollout(model, spec, texts))
@@ -191,7 +210,7 @@ def test_a_page_sees_the_anchors_it_lists_and_no_others() -> None:
         "renderer/denoise/c2/s1",
         "renderer/denoise/c3/s1",
     ]
-    # Columns: anchors 0-2, chunks 0 and 1, anchors 3-4, chunks 2 and 3. History is 2 chunks, so chunk 0 is out of sight.
+    # Columns: anchors 0-2, chunks 0 and 1, anchors 3-4, chunks 2 and 3. History: 2 chunks, so chunk 0 is out of sight.
     seen = [0, 0, 1, 0, 0, 0, 1, 1, 1, 1, 1, *[1] * 6]
     assert visible_frames(spec, graph, pages)[-3:].int().tolist() == [seen] * 3
 
