@@ -143,7 +143,6 @@ def _write(
         writer.close()
     except BaseException:
         if writer is not None:
-            writer.abort()
-            path.unlink(missing_ok=True)
+            writer.abort(keep=False)
         raise
     log.info("wrote %d frames to %s", done, path.name)

@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -346,6 +347,7 @@ def _keep_open(server: Server) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, 1 for a failure, 2 for a wrong call."""
     options = _parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves the with block, which stops the server
     try:
         host = provision(dev=getattr(options, "dev", False))
         if options.command == "provision":
@@ -360,6 +362,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (HostError, RunError) as error:
         _say(str(error))
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

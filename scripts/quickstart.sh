@@ -3,4 +3,6 @@
 #   bash scripts/quickstart.sh [workflow.json] [--prompt TEXT] [--seed N] [--serve] [--port N] [--cpu]
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-exec "${PYTHON:-python3}" "$here/comfy_host.py" run "$@"
+. "$here/find_python.sh"
+python="$(find_python)"
+exec "$python" "$here/comfy_host.py" run "$@"

@@ -11,6 +11,8 @@ pytestmark = pytest.mark.cpu
 IMPORT = """
 import sys
 sys.argv = ["main.py", "--cpu"]
+import comfy.options
+comfy.options.enable_args_parsing()
 import nodes, importlib.util  # ComfyUI's own nodes module comes first, as in the server
 import torch, contextlib, io, warnings
 said = io.StringIO()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from comfy_client import Client, Result, RunError
 from comfy_host import Server
+
 from flashforward_core.media import probe, read_frames
 
 from .conftest import change, node_id
@@ -123,7 +124,7 @@ def test_a_plan_that_cannot_work_is_refused_by_name(
         client.run(change(prompt, PLAN, **inputs))
     for word in words:
         assert word in str(refusal.value)
-    assert str(refusal.value).count(words[0]) == 1  # said once
+    assert len(str(refusal.value).splitlines()) <= 2  # said once, under the server's own headline
 
 
 def test_a_video_needs_something_to_decode_with(client: Client, prompt: Json) -> None:

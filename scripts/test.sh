@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Sets up and checks everything that needs no GPU; the last line is pytest's summary.
+# Arguments go to pytest: bash scripts/test.sh tests/unit
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. scripts/find_python.sh
+python="$(find_python)"
+say() { echo "== $*"; }
+
+have_chromium() { command -v chromium || command -v chromium-browser || command -v google-chrome; }
+
+prepare_browser() {
+    if ! command -v npm >/dev/null; then
+        say "browser tests will be skipped: no npm"
+        return
+    fi
+    if ! have_chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        say "installing chromium"
+        { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } >/dev/null 2>&1 || true
+    fi
+    if ! have_chromium >/dev/null; then
+        say "browser tests will be skipped: no chromium"
+        return
+    fi
+    npm ci --prefix tests/browser --no-audit --no-fund --silent || say "browser tests will be skipped: npm ci failed"
+}
+
+say "set-up"
+"$python" scripts/comfy_host.py provision --dev
+prepare_browser
+
+say "format, lint, types, arrows"
+.venv/bin/ruff format --check --quiet .
+.venv/bin/ruff check --quiet .
+.venv/bin/mypy
+.venv/bin/lint-imports
+
+say "simulate, with the system's Python"
+"$python" -m flashforward_core simulate --latent-frames 81 --devices 4 --json
+
+say "tests"
+exec .venv/bin/python -m pytest -q -m "not gpu" "$@"
