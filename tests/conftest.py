@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashforward_core.engine.events import AnchorBlockReady, ChunkReady, Event
-from flashforward_core.graph.task import Role, TaskGraph
+from flashforward_core.graph.task import TaskGraph
 from flashforward_core.model.config import WanConfig
 from flashforward_core.model.roles import Backbone, attach_roles, models_by_role
 from flashforward_core.model.transformer import CausalWanTransformer
@@ -75,8 +75,8 @@ class Rig:
         return order
 
     def video(self, events: Iterable[Event]) -> Tensor:
-        """Return the finished latents [B, C, F, h, w]; every chunk must have come once, in order."""
-        chunks = [event for event in events if isinstance(event, ChunkReady)]
+        """Return the finished latents [B, C, F, h, w]; every chunk must have come once, in any order."""
+        chunks = sorted((event for event in events if isinstance(event, ChunkReady)), key=lambda event: event.index)
         assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
         return torch.cat([chunk.latents for chunk in chunks], dim=2)
 

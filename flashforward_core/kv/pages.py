@@ -8,7 +8,7 @@ which a forward reads: one dense slice.
 Offsets count latent frames from the bank's start; nothing here imports torch.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..graph.task import ForwardTask, Role, Slot, Space, TaskGraph
@@ -137,46 +137,69 @@ def _chunk_pages(
 ) -> dict[tuple[str, int], Page]:
     """Page of each chunk in each bank that one of its forwards uses or that holds its KV."""
     before = _ancestors(graph)
-    position = {task.id: n for n, task in enumerate(graph.tasks)}
     pages: dict[tuple[str, int], Page] = {}
     for bank in sorted(set(banks.values()) - {ANCHOR_BANK}):
-        owners, users, published = _users(graph, banks, bank=bank)
-        occupants: list[int] = []  # chunk in each page, in the order of the pages
-        taken: dict[int, int] = {}  # when each page was last given away
-        for turn, chunk in enumerate(sorted(owners)):
-            ready = before[position[owners[chunk][0]]]
-            for owner in owners[chunk][1:]:
-                ready &= before[position[owner]]
-            free = [
-                n
-                for n, other in enumerate(occupants)
-                if not (published & {chunk, other}) or all(ready >> position[user] & 1 for user in users[other])
-            ]
-            place = min(free, key=lambda n: taken[n], default=len(occupants))
-            occupants[place : place + 1] = [chunk]
-            taken[place] = turn
+        shelf: list[_Tenancy] = []
+        for chunk, use in sorted(_uses(graph, banks, bank=bank, before=before).items()):
+            free = (n for n, tenancy in enumerate(shelf) if tenancy.is_over_for(use))
+            place = min(free, key=lambda n: shelf[n].last_chunk, default=len(shelf))
+            if place == len(shelf):
+                shelf.append(_Tenancy())
+            shelf[place].add(chunk, use)
             start = front[bank] + place * spec.chunk_frames
             pages[bank, chunk] = Page(bank=bank, start=start, frames=len(spec.chunk(chunk)))
     return pages
 
 
-def _users(
-    graph: TaskGraph, banks: Mapping[str, str], *, bank: str
-) -> tuple[dict[int, list[str]], dict[int, list[str]], set[int]]:
-    """Return, for one bank and by chunk: tasks that own its page, tasks that use it in any way; and chunks with KV."""
-    owners: dict[int, list[str]] = {}
-    users: dict[int, list[str]] = {}
-    published: set[int] = set()
-    for task in _forwards(graph):
-        if banks[task.id] != bank:
+@dataclass(slots=True)
+class _Use:
+    """How one chunk uses its page. Sets of tasks are bits by position in the graph."""
+
+    ready: int = -1
+    """Tasks that come before all forwards whose own page it is, in any order."""
+    users: int = 0
+    """Tasks that write or read the page."""
+    published: bool = False
+    """Whether it holds KV between tasks; otherwise each forward uses it for itself alone."""
+
+
+@dataclass(slots=True)
+class _Tenancy:
+    """Who has had a page so far."""
+
+    last_chunk: int = -1
+    kept: int = 0
+    """Users of the chunks whose KV was kept here."""
+    passing: int = 0
+    """Users of the chunks that used it within single tasks."""
+
+    def is_over_for(self, use: _Use) -> bool:
+        """Whether all that must be over comes before ``use``; single tasks of one lane never overlap anyway."""
+        needed = self.kept | (self.passing if use.published else 0)
+        return not needed & ~use.ready
+
+    def add(self, chunk: int, use: _Use) -> None:
+        self.last_chunk = chunk
+        if use.published:
+            self.kept |= use.users
+        else:
+            self.passing |= use.users
+
+
+def _uses(graph: TaskGraph, banks: Mapping[str, str], *, bank: str, before: Sequence[int]) -> dict[int, _Use]:
+    """Return, for one bank, how each chunk uses its page."""
+    uses: dict[int, _Use] = {}
+    for n, task in enumerate(graph.tasks):
+        if banks.get(task.id) != bank:
             continue
-        owners.setdefault(task.index, []).append(task.id)
-        users.setdefault(task.index, []).append(task.id)
-        published.update(slot.index for slot in task.writes if slot.space is Space.KV)
+        own = uses.setdefault(task.index, _Use())
+        own.ready &= before[n]
+        own.users |= 1 << n
+        own.published |= any(slot.space is Space.KV for slot in task.writes)
         for slot in task.reads:
             if slot.space is Space.KV:
-                users.setdefault(slot.index, []).append(task.id)
-    return owners, users, published
+                uses.setdefault(slot.index, _Use()).users |= 1 << n
+    return uses
 
 
 def _ancestors(graph: TaskGraph) -> list[int]:

@@ -1,9 +1,12 @@
 """The engine with its cache equals the oracle, which recomputes everything with a mask, for every schedule."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from flashforward_core.engine.events import Event
 from flashforward_core.engine.executor import run_sequential
 from flashforward_core.engine.ops import RunInputs
 from flashforward_core.graph.schedules import SCHEDULES, build_graph, spec_for
@@ -16,7 +19,7 @@ pytestmark = pytest.mark.cpu
 
 EXACT = 1e-10  # both sides compute the same sums in float64, in another order: errors of some 1e-13 at values near 1
 
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "whole chunks": {"latent_frames": 12},
     "one chunk": {"latent_frames": 2},
@@ -33,13 +36,21 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module")
-def model(rig) -> CausalWanTransformer:
+def model(rig: Any) -> CausalWanTransformer:
     return rig.model(torch.float64)
 
 
-def run(rig, model: CausalWanTransformer, spec: RolloutSpec, *, batch: int = 1, merged: bool = False, given=None):
+def run(
+    rig: Any,
+    model: CausalWanTransformer,
+    spec: RolloutSpec,
+    *,
+    batch: int = 1,
+    merged: bool = False,
+    given: dict[Slot, Tensor] | None = None,
+) -> tuple[Tensor, Any]:
     """Run sequentially over poisoned pages; return the video and the anchors, in float64."""
-    events = []
+    events: list[Event] = []
     texts = rig.texts(torch.float64, batch=batch)
     run_sequential(
         build_graph(spec, decode=False, given_anchors=given is not None),
@@ -51,7 +62,9 @@ def run(rig, model: CausalWanTransformer, spec: RolloutSpec, *, batch: int = 1, 
     return rig.video(events), rig.anchors(events)
 
 
-def reference(rig, model: CausalWanTransformer, spec: RolloutSpec, *, seeds=None) -> dict[Slot, Tensor]:
+def reference(
+    rig: Any, model: CausalWanTransformer, spec: RolloutSpec, *, seeds: list[int] | None = None
+) -> dict[Slot, Tensor]:
     texts = rig.texts(torch.float64, batch=len(seeds or [0]))
     return reference_rollout(model, spec, texts, seeds=seeds)
 
@@ -64,7 +77,7 @@ def planned(spec: RolloutSpec, latents: dict[Slot, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
-def test_cached_equals_recomputed(rig, model: CausalWanTransformer, schedule: str, variant: str) -> None:
+def test_cached_equals_recomputed(rig: Any, model: CausalWanTransformer, schedule: str, variant: str) -> None:
     spec = spec_for(rig.spec(schedule, **VARIANTS[variant]))
     expected = reference(rig, model, spec)
     video, anchors = run(rig, model, spec)
@@ -73,26 +86,26 @@ def test_cached_equals_recomputed(rig, model: CausalWanTransformer, schedule: st
         torch.testing.assert_close(anchors, planned(spec, expected), rtol=0, atol=EXACT)
 
 
-def test_anchors_alone_are_enough_history(rig, model: CausalWanTransformer) -> None:
+def test_anchors_alone_are_enough_history(rig: Any, model: CausalWanTransformer) -> None:
     spec = rig.spec(history=History(chunks=0))
     video, _ = run(rig, model, spec)
     torch.testing.assert_close(video, rendered(spec, reference(rig, model, spec)), rtol=0, atol=EXACT)
 
 
-def test_rows_of_a_batch_have_seeds_of_their_own(rig, model: CausalWanTransformer) -> None:
+def test_rows_of_a_batch_have_seeds_of_their_own(rig: Any, model: CausalWanTransformer) -> None:
     spec = rig.spec()
     video, _ = run(rig, model, spec, batch=2)
     expected = rendered(spec, reference(rig, model, spec, seeds=[spec.seed, spec.seed + 1]))
     torch.testing.assert_close(video, expected, rtol=0, atol=EXACT)
 
 
-def test_merged_roles_equal_unmerged(rig, model: CausalWanTransformer) -> None:
+def test_merged_roles_equal_unmerged(rig: Any, model: CausalWanTransformer) -> None:
     spec = rig.spec()
     video, _ = run(rig, model, spec, merged=True)
     torch.testing.assert_close(video, rendered(spec, reference(rig, model, spec)), rtol=0, atol=EXACT)
 
 
-def test_given_anchors_equal_planned_ones(rig, model: CausalWanTransformer) -> None:
+def test_given_anchors_equal_planned_ones(rig: Any, model: CausalWanTransformer) -> None:
     spec = rig.spec()
     video, anchors = run(rig, model, spec)
     level, blocks = spec.stages.num_stages, spec.anchor_blocks()

@@ -1,0 +1,130 @@
+"""Lanes: threads that keep their tensors apart, and the devices that they stand for."""
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from flashforward_core.engine.lanes import CallerLane, DevicePlan, LaneTensor, Signals, open_lanes
+
+pytestmark = pytest.mark.cpu
+
+TIMEOUT_S = 10.0  # far above what a thread needs to start, even on a busy machine
+
+
+def on_lane(lane: Any, work: Any) -> Any:
+    """Run ``work`` on a lane and return what it returns."""
+    done, found = threading.Event(), []
+    lane.submit(lambda: (found.append(work()), done.set()))
+    assert done.wait(TIMEOUT_S)
+    return found[0]
+
+
+def test_a_tensor_is_refused_on_another_lane() -> None:
+    with open_lanes([("lane0", "cpu"), ("lane1", "cpu")]) as lanes:
+        value = LaneTensor("lane0", torch.ones(2))
+        assert value.on(lanes[0]) is value.tensor
+        with pytest.raises(AssertionError, match="a tensor of lane0 is used on lane1"):
+            value.on(lanes[1])
+
+
+def test_moving_a_tensor_copies_it() -> None:
+    with open_lanes([("lane0", "cpu"), ("lane1", "cpu")]) as lanes:
+        value = LaneTensor("lane0", torch.ones(2))
+        moved = value.moved_to(lanes[1])
+        assert moved.lane == "lane1"
+        assert torch.equal(moved.tensor, value.tensor)
+        assert moved.tensor.data_ptr() != value.tensor.data_ptr()
+        assert value.moved_to(lanes[0]) is value
+
+
+def test_a_state_cannot_leave_its_lane() -> None:
+    with pytest.raises(AssertionError, match="a tuple cannot leave lane0"):
+        LaneTensor("lane0", (torch.ones(2),)).moved_to(CallerLane())
+
+
+def test_every_lane_is_a_thread_in_inference_mode() -> None:
+    with open_lanes([("lane0", "cpu"), ("lane1", "cpu")]) as lanes:
+        found = [on_lane(lane, lambda: (threading.get_ident(), torch.is_inference_mode_enabled())) for lane in lanes]
+    assert len({thread for thread, _ in found} | {threading.get_ident()}) == 3
+    assert all(inference for _, inference in found)
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_lanes_leave_the_number_of_intra_op_threads_alone() -> None:
+    """Kernels may split their sums by it, so it must not depend on the number of lanes."""
+    before = torch.get_num_threads()
+    with open_lanes([(f"lane{n}", "cpu") for n in range(3)]) as lanes:
+        assert [on_lane(lane, torch.get_num_threads) for lane in lanes] == [before] * 3
+    assert torch.get_num_threads() == before
+
+
+def test_work_runs_in_order_and_closing_waits_for_it() -> None:
+    seen: list[int] = []
+    with open_lanes([("lane0", "cpu")]) as lanes:
+        for n in range(50):
+            lanes[0].submit(lambda n=n: seen.append(n))
+    assert seen == list(range(50))
+
+
+def test_lanes_are_joined_when_their_user_fails() -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(KeyError), open_lanes([("lane0", "cpu"), ("lane1", "cpu")]):
+        assert len(set(threading.enumerate()) - before) == 2
+        raise KeyError("some failure")
+    assert set(threading.enumerate()) == before
+
+
+def test_only_the_lane_itself_waits_for_its_device() -> None:
+    with open_lanes([("lane0", "cpu")]) as lanes:
+        on_lane(lanes[0], lanes[0].synchronise)
+        with pytest.raises(AssertionError, match="only work of lane0"):
+            lanes[0].synchronise()
+
+
+def test_a_wait_ends_when_all_is_finished_or_when_stopped() -> None:
+    signals = Signals()
+    signals.finish("a")
+    assert signals.wait(["a"])
+    threading.Timer(0.02, signals.finish, ["b"]).start()
+    assert signals.wait(["a", "b"])
+    threading.Timer(0.02, signals.stop).start()
+    assert not signals.wait(["never"])
+    assert not signals.wait(["a"])  # after a stop, nothing goes on
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        (("cpu",), ("cpu",)),
+        (("cpu*4",), ("cpu",) * 4),
+        (("cpu*2", "cpu"), ("cpu",) * 3),
+        (("cpu, cpu*2",), ("cpu",) * 3),
+    ],
+)
+def test_devices_are_read(devices: tuple[str, ...], expected: tuple[str, ...], caplog: Any) -> None:
+    assert DevicePlan(devices=devices).resolve() == expected
+    assert not caplog.records
+
+
+def test_auto_is_every_gpu_or_one_cpu() -> None:
+    expected = tuple(f"cuda:{n}" for n in range(torch.cuda.device_count())) or ("cpu",)
+    assert DevicePlan().resolve() == expected
+    assert DevicePlan(devices=("",)).resolve() == expected
+
+
+@pytest.mark.parametrize("text", ["cuda:90,cuda:91", "cuda:90*2", "nonsense,cpu*0"])
+def test_absent_devices_fall_back_with_one_warning_that_names_both_counts(text: str, caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert DevicePlan(devices=(text,)).resolve() == ("cpu",)
+    (record,) = caplog.records
+    assert "2 asked for, 0 present" in record.getMessage()
+    assert text.split(",")[0].split("*")[0] in record.getMessage()
+
+
+def test_present_devices_stay_when_others_are_absent(caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert DevicePlan(devices=("cpu*2,cuda:90",)).resolve() == ("cpu", "cpu")
+    assert "3 asked for, 2 present (not cuda:90)" in caplog.text
