@@ -110,7 +110,7 @@ def test_prompt_seed_and_role_change_the_video(rig: Any, backbone: Backbone) -> 
 
 
 def _with_roles_swapped(backbone: Backbone) -> Backbone:
-    """Swap the rows of the role embedding: it alone tells the roles apart here."""
+    """Swap the rows of the role embedding; each role keeps its LoRA."""
     model = copy.deepcopy(backbone.models[Role.RENDERER])
     model.role_embedding.weight.data = model.role_embedding.weight.data.flip(0)
     return replace(backbone, models=dict.fromkeys(Role, model))
