@@ -19,7 +19,7 @@ import tomllib
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -237,6 +237,8 @@ class Server:
     """Folder for output, user and temporary files; None for ComfyUI's own."""
     extra: Sequence[str] = ()
     """More arguments for ComfyUI."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """More environment variables for it."""
     log: Path = field(init=False)
     process: subprocess.Popen[bytes] | None = field(init=False, default=None)
 
@@ -271,7 +273,8 @@ class Server:
         self.log = (self.data or self.host.root / ".comfyui") / "server.log"
         self.make_folders()
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(self.command(), cwd=self.host.comfy, stdout=log, stderr=log)
+            env = {**os.environ, **self.env}
+            self.process = subprocess.Popen(self.command(), cwd=self.host.comfy, stdout=log, stderr=log, env=env)
         try:
             self._wait()
         except BaseException:

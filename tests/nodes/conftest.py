@@ -1,6 +1,8 @@
 """A real ComfyUI server for the whole test run, and a small workflow for it."""
 
 import json
+import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,8 +31,16 @@ def host() -> Host:
 
 
 @pytest.fixture(scope="session")
-def server(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(host=host, cpu=True, data=tmp_path_factory.mktemp("comfyui")) as running:
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the embedded model's files that tests may harm for a moment."""
+    own = os.environ.get("FLASHFORWARD_ASSETS", ROOT / "flashforward_core" / "assets")
+    return Path(shutil.copytree(own, tmp_path_factory.mktemp("model") / "assets"))
+
+
+@pytest.fixture(scope="session")
+def server(host: Host, assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    data = tmp_path_factory.mktemp("comfyui")
+    with Server(host=host, cpu=True, data=data, env={"FLASHFORWARD_ASSETS": str(assets)}) as running:
         yield running
 
 
@@ -56,6 +66,14 @@ def prompt(quickstart: Json, object_info: Json) -> Json:
     api = to_api(quickstart, object_info)
     change(api, "FlashForwardPlan", seconds=NINE_LATENTS_S)
     return api
+
+
+@pytest.fixture
+def latents(prompt: Json) -> Json:
+    """The same, ending with the latents: nothing is decoded."""
+    samples = prompt.pop(node_id(prompt, "FlashForwardDecodeVideo"))["inputs"]["samples"]
+    prompt["800"] = {"class_type": "SaveLatent", "inputs": {"samples": samples, "filename_prefix": "latents"}}
+    return prompt
 
 
 def node_id(prompt: Json, class_type: str) -> str:

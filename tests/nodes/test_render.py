@@ -2,8 +2,10 @@
 
 import copy
 import json
+import os
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,10 +70,10 @@ def test_progress_and_previews_reach_the_page(client: Client, prompt: Json) -> N
     assert all(image.startswith(b"\xff\xd8") for image in previews)  # JPEG
 
 
-def test_the_same_seed_gives_the_same_latents_again(client: Client, prompt: Json, first: Result) -> None:
+def test_the_same_seed_gives_the_same_latents_again(client: Client, latents: Json, first: Result) -> None:
     forget(client)
-    again = client.run(change(prompt, "FlashForwardDecodeVideo", filename_prefix="video/again"))
-    assert executed(again, node_id(prompt, RENDER))
+    again = client.run(change(latents, "SaveLatent", filename_prefix="again"))
+    assert executed(again, node_id(latents, RENDER))
     assert again.sha256() == first.sha256()
 
 
@@ -84,21 +86,39 @@ def test_the_same_seed_gives_the_same_latents_again(client: Client, prompt: Json
     ],
 )
 def test_another_prompt_or_seed_gives_other_latents(
-    client: Client, prompt: Json, first: Result, class_type: str, inputs: Json
+    client: Client, latents: Json, first: Result, class_type: str, inputs: Json
 ) -> None:
-    assert client.run(change(prompt, class_type, **inputs)).sha256() != first.sha256()
+    assert client.run(change(latents, class_type, **inputs)).sha256() != first.sha256()
 
 
-def test_a_change_of_the_render_does_not_run_the_planner_again(client: Client, prompt: Json) -> None:
-    client.run(prompt)
-    again = client.run(change(prompt, RENDER, seed=99))
-    assert executed(again, node_id(prompt, RENDER))
-    assert not executed(again, node_id(prompt, "FlashForwardPlanAnchors"))
+def test_a_change_of_the_render_does_not_run_the_planner_again(client: Client, latents: Json) -> None:
+    client.run(latents)
+    again = client.run(change(latents, RENDER, seed=99))
+    assert executed(again, node_id(latents, RENDER))
+    assert not executed(again, node_id(latents, "FlashForwardPlanAnchors"))
 
 
-def test_anchors_can_be_left_to_the_render(client: Client, prompt: Json) -> None:
-    del prompt[node_id(prompt, RENDER)]["inputs"]["anchors"]
-    assert len(client.run(prompt).sha256()) == 1
+def test_anchors_that_the_render_plans_itself_give_the_same_video(client: Client, latents: Json, first: Result) -> None:
+    del latents[node_id(latents, RENDER)]["inputs"]["anchors"]
+    assert client.run(latents).sha256() == first.sha256()
+
+
+def test_a_changed_model_file_is_noticed(client: Client, latents: Json, assets: Path) -> None:
+    load = node_id(latents, "FlashForwardLoadBackbone")
+    client.run(latents)
+    assert not executed(client.run(change(latents, RENDER, seed=1)), load)
+    os.utime(assets / "vae" / "config.json")
+    assert executed(client.run(change(latents, RENDER, seed=2)), load)
+
+
+def test_a_missing_model_file_names_itself(client: Client, prompt: Json, assets: Path) -> None:
+    path = assets / "vae" / "diffusion_pytorch_model.safetensors"
+    away = path.rename(path.with_suffix(".away"))
+    try:
+        with pytest.raises(RunError, match=f"{path} is missing"):
+            client.run(prompt)
+    finally:
+        away.rename(path)
 
 
 @pytest.mark.parametrize(
@@ -139,21 +159,29 @@ def test_an_image_latent_is_refused_by_name(client: Client, prompt: Json) -> Non
         client.run(change(prompt, "FlashForwardDecodeVideo", samples=["900", 0]))
 
 
-def test_interrupt_stops_a_render_and_the_next_run_is_right(
-    client: Client, server: Server, prompt: Json, first: Result
-) -> None:
-    before = set(server.output.rglob("*.mp4"))
-    long = change(copy.deepcopy(prompt), PLAN, seconds=60.0)
-    interrupted: list[float] = []
+def interrupted_after(client: Client, prompt: Json, class_type: str) -> float:
+    """Run, interrupt in the middle of a node, and return the seconds that stopping took."""
+    pressed: list[float] = []
 
-    def stop_in_mid_render(node: str, done: int, total: int) -> None:
-        if node == node_id(long, RENDER) and 3 <= done < total and not interrupted:
+    def press(node: str, done: int, total: int) -> None:
+        if node == node_id(prompt, class_type) and 3 <= done < total and not pressed:
             client.interrupt()
-            interrupted.append(time.monotonic())
+            pressed.append(time.monotonic())
 
-    with pytest.raises(RunError, match=r"interrupted in node .* \(FlashForwardRender\)"):
-        client.run(long, on_progress=stop_in_mid_render)
-    assert time.monotonic() - interrupted[0] < INTERRUPT_S
-    assert set(server.output.rglob("*.mp4")) == before
+    with pytest.raises(RunError, match=rf"interrupted in node .* \({class_type}\)"):
+        client.run(prompt, on_progress=press)
+    return time.monotonic() - pressed[0]
+
+
+def test_interrupt_stops_a_render_and_the_next_run_is_right(client: Client, latents: Json, first: Result) -> None:
+    long = change(copy.deepcopy(latents), PLAN, seconds=60.0)
+    assert interrupted_after(client, long, RENDER) < INTERRUPT_S
     forget(client)
-    assert client.run(prompt).sha256() == first.sha256()
+    assert client.run(latents).sha256() == first.sha256()
+
+
+def test_interrupt_while_decoding_leaves_no_file(client: Client, server: Server, prompt: Json) -> None:
+    before = set(server.output.rglob("*"))
+    change(prompt, PLAN, seconds=5.0)
+    assert interrupted_after(client, prompt, "FlashForwardDecodeVideo") < INTERRUPT_S
+    assert set(server.output.rglob("*")) == before
