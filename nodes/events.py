@@ -5,6 +5,7 @@ from typing import Any
 import comfy.model_management
 import comfy.utils
 from PIL import Image
+from server import PromptServer
 from torch import Tensor
 
 from flashforward_core.engine.events import AnchorBlockReady, ChunkReady, Event, TaskFinished
@@ -22,6 +23,12 @@ def to_image(frame_HWC: Tensor, *, scale: int = 1) -> Image.Image:
     """Turn a uint8 frame into an image, enlarged by a whole factor."""
     image = Image.fromarray(frame_HWC.cpu().numpy())
     return image.resize((image.width * scale, image.height * scale), Image.Resampling.BILINEAR)
+
+
+def show_text(text: str, *, node_id: str | None) -> None:
+    """Show a text on a node in the editor."""
+    if node_id is not None:
+        PromptServer.instance.send_progress_text(text, node_id)
 
 
 class Progress:

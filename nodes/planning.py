@@ -13,7 +13,7 @@ from flashforward_core.specs import AnchorPlan, History, RolloutSpec, StageSched
 
 from .bridge import prompt_texts, to_latent
 from .devices import default_devices
-from .events import RolloutMonitor, check_cancel
+from .events import RolloutMonitor, check_cancel, show_text
 from .loading import check_size, preview_of
 from .sockets import (
     CATEGORY,
@@ -88,6 +88,7 @@ class Plan(io.ComfyNode):
                 io.Int.Output("latent_frames", display_name="latent_frames", tooltip="The video's latent frames."),
                 io.String.Output("summary", display_name="summary", tooltip="What the run will do, in words."),
             ],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -105,6 +106,7 @@ class Plan(io.ComfyNode):
         check_size(backbone, width=spec.shape.width, height=spec.shape.height)
         plan = PlanValue(spec=spec, devices=devices if devices is not None else default_devices())
         summary = describe(plan, backbone)
+        show_text(summary, node_id=cls.hidden.unique_id)
         return io.NodeOutput(plan, spec.shape.latent_frames, summary, ui={"text": [summary]})
 
 

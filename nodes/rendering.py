@@ -11,7 +11,7 @@ from flashforward_core.model.roles import Backbone
 from flashforward_core.specs import SPATIAL_FACTOR
 
 from .bridge import prompt_texts, to_latent
-from .events import RolloutMonitor, check_cancel
+from .events import RolloutMonitor, check_cancel, show_text
 from .loading import preview_of
 from .sockets import (
     CATEGORY,
@@ -73,5 +73,6 @@ class Render(io.ComfyNode):
             check_cancel=check_cancel,
         )
         text = f"latents sha256 {result.sha256}"
+        show_text(text, node_id=cls.hidden.unique_id)
         samples = to_latent(result.latents_BCFHW, backbone)
         return io.NodeOutput(samples, result.timeline, ui={"text": [text], "sha256": [result.sha256]})

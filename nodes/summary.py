@@ -20,7 +20,7 @@ def describe(plan: PlanValue, backbone: Backbone) -> str:
     counts = graph.counts()
     planner = counts["planner_denoise"] + counts["planner_commit"]
     predicted = "unknown (not measured)" if timeline.predicted_s is None else f"{timeline.predicted_s:.1f} s"
-    anchors = f", {len(spec.anchor_positions())} anchors" if spec.anchors is not None else ""
+    anchors = f", anchors: {len(spec.anchor_positions())}" if spec.anchors is not None else ""
     lines = [
         f"{shape.width}x{shape.height}, {shape.seconds:.2f} s: {shape.video_frames} frames at {shape.fps:g} fps",
         f"{shape.latent_frames} latent frames in {spec.num_chunks} chunks{anchors}",
