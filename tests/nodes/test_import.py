@@ -13,7 +13,7 @@ import sys
 sys.argv = ["main.py", "--cpu"]
 import comfy.options
 comfy.options.enable_args_parsing()
-import server, nodes, importlib.util  # ComfyUI has imported these two when it comes to the packs
+import utils.install_util, server, nodes, importlib.util  # what ComfyUI has imported when it comes to the packs
 import torch, contextlib, io, warnings
 said = io.StringIO()
 with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), warnings.catch_warnings():
