@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from diffusers import AutoencoderKLWan
 
 from flashforward_core.graph.task import Role
@@ -57,27 +57,32 @@ class Step:
     help: str
 
 
+VAE_STAGES = ((0.1, 1, 256), (0.25, 17, 16), (0.3, 49, 8), (0.35, 129, 3))
+"""Share of the steps, video frames per clip, clips per batch. The last clips are longer than what the causal
+autoencoder remembers: without them it drifts after the longest clip it has seen."""
+
+
 def _vae(args: argparse.Namespace, accelerator: Accelerator) -> None:
-    share = [0.15, 0.35, 0.5]
-    shapes = [(1, 256), (17, 16), (49, 8)]
-    lrs = [args.lr, args.lr, args.lr * 0.5]
+    chosen = VAE_STAGES if args.init is None else VAE_STAGES[-1:]
+    whole = sum(share for share, _, _ in chosen)
     stages = [
         VaeStage(
             frames=frames,
-            batch=max(1, batch * args.clips // 8),
-            steps=math.ceil(args.steps * part),
-            lr=lr,
-            max_s=args.max_s * part,
+            batch=max(1, clips * args.clips // 8),
+            steps=math.ceil(args.steps * share / whole),
+            lr=args.lr if frames < 49 else args.lr / 2,
+            max_s=args.max_s * share / whole,
         )
-        for part, (frames, batch), lr in zip(share, shapes, lrs, strict=True)
+        for share, frames, clips in chosen
     ]
-    vae = new_vae()
-    pool = ClipPool(_seeds(args.scenes, accelerator), 65, device=accelerator.device)
+    device = accelerator.device
+    vae = new_vae() if args.init is None else load_vae(args.init, device)
+    pool = ClipPool(_seeds(args.scenes, accelerator), chosen[-1][1] + 16, device=device)
     vae = train_vae(
-        vae, stages, out=args.out / "vae_run", pool=pool, accelerator=accelerator, seed=args.seed, as_conv2d=True
+        vae, stages, out=args.out / "vae_run", pool=pool, accelerator=accelerator, seed=args.seed, as_conv2d=False
     )
     if accelerator.is_main_process:
-        _finish_vae(vae, args.out, accelerator.device, held_out=args.held_out)
+        _finish_vae(vae, args.out, device, held_out=args.held_out)
 
 
 def _finish_vae(vae: AutoencoderKLWan, out: Path, device: torch.device, *, held_out: int) -> None:
@@ -129,7 +134,7 @@ def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
     model, text = _models()
     base_step.load_base(model, text, args.out / "base.pt")
     attach_roles(model, rank=ROLE_RANK, alpha=ROLE_RANK)
-    lengths = (81, 81, 41, 81, 21)
+    lengths = (81, 81, 41, 81, 81, 21)
     model, text = sft_step.train_sft(
         model,
         text,
@@ -155,6 +160,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``train`` to its parser."""
     parser.add_argument("step", choices=STEPS, help="; ".join(f"{name}: {step.help}" for name, step in STEPS.items()))
     parser.add_argument("--out", type=Path, default=Path(".train"), help="folder of checkpoints and results")
+    parser.add_argument("--init", type=Path, help="vae only: folder of weights to start the last, long-clip stage from")
     parser.add_argument("--steps", type=int, help="optimiser steps in all")
     parser.add_argument("--clips", type=int, help="clips per batch and process")
     parser.add_argument("--lr", type=float, help="peak learning rate")
@@ -179,5 +185,8 @@ def run(args: argparse.Namespace) -> int:
     if torch.cuda.is_available():
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
-    step.run(args, Accelerator())
+        torch._dynamo.config.recompile_limit = 64  # the autoencoder's fused norm meets many layouts
+    # single frames never reach the temporal convolutions
+    spare = DistributedDataParallelKwargs(find_unused_parameters=True)
+    step.run(args, Accelerator(kwargs_handlers=[spare]))
     return 0

@@ -33,7 +33,7 @@ class LoopConfig:
     """Peak learning rate."""
     warmup: int = 100
     """Steps of linear warm-up; a cosine falls to 2 % of the peak after it."""
-    ema_decay: float = 0.998
+    ema_decay: float = 0.996
     """Decay of the averaged weights, which are what is exported."""
     clip_norm: float = 1.0
     """Bound of the gradient's norm."""

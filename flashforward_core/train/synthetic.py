@@ -133,9 +133,12 @@ def sprite_path(sprite: Sprite, time_s: Tensor) -> tuple[Tensor, Tensor]:
     return x, sprite.centre_y + 22 * (2 * travelled - 1) * (1 if sprite.phase_y < 0.5 else -1)
 
 
+EDGE = 2.5  # pixels over which an edge fades: soft shapes are kinder to a small autoencoder than hard ones
+
+
 def _cover(distance: Tensor) -> Tensor:
-    """Anti-aliased coverage of the inside of a signed distance in pixels."""
-    return (0.5 - distance).clamp(0, 1)
+    """Cover the inside of a signed distance in pixels, with a soft edge."""
+    return (0.5 - distance / EDGE).clamp(0, 1)
 
 
 def _box(x: Tensor, y: Tensor, half_w: float | Tensor, half_h: float | Tensor) -> Tensor:
@@ -151,7 +154,7 @@ def sprite_coverage(sprite: Sprite, x: Tensor, y: Tensor, turns: Tensor) -> tupl
     """Cover pixels at offsets (x, y) from the centre: (coloured part, detail part, the detail's colour)."""
     r = sprite.radius
     if sprite.kind == "ball":
-        return _cover(torch.sqrt(x**2 + y**2) - r), _cover(_box(x, y, r * 0.95, 1.6)), (0.15, 0.15, 0.18)
+        return _cover(torch.sqrt(x**2 + y**2) - r), _cover(_box(x, y, r * 0.9, 2.0)), (0.15, 0.15, 0.18)
     if sprite.kind == "balloon":
         basket = _cover(_box(x, y - 1.25 * r, 0.32 * r, 0.22 * r))
         return _cover(_ellipse(x, y + 0.2 * r, 0.95 * r, 1.1 * r)), basket, (0.35, 0.22, 0.12)
