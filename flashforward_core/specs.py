@@ -38,9 +38,7 @@ class VideoShape:
         for name, value in (("width", self.width), ("height", self.height)):
             if value < SIZE_STEP or value % SIZE_STEP:
                 nearest = _nearest_multiple(value, SIZE_STEP)
-                raise ValueError(
-                    f"{name}={value} is not a positive multiple of {SIZE_STEP}; use {name}={nearest}"
-                )
+                raise ValueError(f"{name}={value} is not a positive multiple of {SIZE_STEP}; use {name}={nearest}")
         _at_least("latent_frames", self.latent_frames, 1, "use latent_frames=1 or more")
         if not 0 < self.fps <= 240:
             raise ValueError(f"fps={self.fps} is outside (0, 240]; Wan models are made for fps=16")
@@ -48,8 +46,8 @@ class VideoShape:
     @classmethod
     def from_seconds(cls, seconds: float, *, width: int, height: int, fps: float = 16.0) -> "VideoShape":
         """Choose the latent length whose 4n-3 video frames come nearest to ``seconds``."""
-        if not seconds > 0:
-            raise ValueError(f"seconds={seconds} is not above 0; use seconds={1 / fps:g} (one frame) or more")
+        if not 0 < seconds < float("inf"):
+            raise ValueError(f"seconds={seconds} is not above 0 and finite; use seconds={1 / fps:g} (one frame) or more")
         steps = round((seconds * fps - 1) / TEMPORAL_FACTOR)
         return cls(width=width, height=height, latent_frames=max(0, steps) + 1, fps=fps)
 

@@ -1,6 +1,6 @@
 """Tasks and the slots they read and write: the one structure that every consumer shares."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -28,13 +28,14 @@ class Kind(StrEnum):
 
 
 class Role(StrEnum):
-    """Which of the backbone's two jobs a forward does; the value of ``index`` is its embedding row."""
+    """Which of the backbone's two jobs a forward does."""
 
     PLANNER = "planner"
     RENDERER = "renderer"
 
     @property
-    def index(self) -> int:
+    def row(self) -> int:
+        """Row of the role embedding."""
         return 0 if self is Role.PLANNER else 1
 
 
@@ -112,7 +113,7 @@ class TaskGraph:
             ready.update(task.writes)
         object.__setattr__(self, "writers", writers)
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[ForwardTask]:
         return iter(self.tasks)
 
     def __len__(self) -> int:

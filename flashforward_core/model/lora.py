@@ -27,7 +27,7 @@ def save_role_lora(
     layers = {name: layer for name, layer in role_linears(model).items() if role.value in layer.lora_A}
     if not layers:
         raise ValueError(f"role={role} has no LoRA to save; attach_roles gives it one")
-    state = {ROW: model.role_embedding.weight[role.index]}
+    state = {ROW: model.role_embedding.weight[role.row]}
     for name, layer in layers.items():
         state[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A[role.value].weight
         state[f"{PREFIX}{name}.lora_B.weight"] = layer.lora_B[role.value].weight
@@ -52,7 +52,7 @@ def load_role_lora(model: CausalWanTransformer, path: Path, *, role: Role) -> No
             _load_layer(model, path, name=name, tensors=tensors, metadata=metadata, role=role)
         if row is not None:
             _check_width(path, ROW, found=row.shape[-1], expected=model.config.dim, metadata=metadata)
-            model.role_embedding.weight[role.index] = row.to(model.role_embedding.weight)
+            model.role_embedding.weight[role.row] = row.to(model.role_embedding.weight)
 
 
 def _check_metadata(path: Path, metadata: dict[str, str], *, role: Role) -> None:

@@ -320,8 +320,8 @@ class CausalWanTransformer(nn.Module):
             time_BFC = at_least_fp32(self.condition_embedder.time(timestep_BF))
         rows = at_least_fp32(self.role_embedding.weight)
         if len(segments) == 1:
-            return time_BFC + rows[segments[0].role.index]
-        return time_BFC + torch.cat([rows[s.role.index].expand(s.stop - s.start, -1) for s in segments])
+            return time_BFC + rows[segments[0].role.row]
+        return time_BFC + torch.cat([rows[s.role.row].expand(s.stop - s.start, -1) for s in segments])
 
     def _modulation(self, time_BFC: Tensor) -> Tensor:
         with torch.autocast(device_type=time_BFC.device.type, enabled=False):
