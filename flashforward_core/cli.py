@@ -23,6 +23,7 @@ COMMANDS = {
     "simulate": Command(
         help="predict forwards, rounds, seconds and memory of a rollout without running it", module=".commands.simulate"
     ),
+    "render": Command(help="render a prompt to an mp4 with the embedded model", module=".commands.render"),
     "train": Command(help="train the embedded model, one step at a time", module=".train.command"),
 }
 

@@ -1,0 +1,96 @@
+"""Claims about ``python -m flashforward_core render``: what it leaves behind, and what it says to users."""
+
+import hashlib
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from flashforward_core.cli import main
+from flashforward_core.engine.rollout import render
+from flashforward_core.media import probe, read_frames
+from flashforward_core.model.loading import load_embedded
+from flashforward_core.specs import RolloutSpec, VideoShape
+
+pytestmark = pytest.mark.cpu
+
+PROMPT = "a red ball bounces over green hills at noon"
+
+
+def command(out: Path, *words: str) -> int:
+    return main(["render", "--prompt", PROMPT, "--out", str(out), *words])
+
+
+def test_it_writes_the_video_of_the_library_s_latents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "clip.mp4"
+    assert command(out, "--latent-frames", "4", "--seed", "3", "--devices", "cpu*2") == 0
+    shown = capsys.readouterr()
+    *_, digest, path = shown.out.splitlines()
+    backbone = load_embedded()
+    spec = RolloutSpec(shape=VideoShape(width=192, height=128, latent_frames=4), seed=3)
+    latents = render(backbone, spec, [backbone.text_encoder.encode([PROMPT])]).latents_BCFHW
+    assert digest == "latents sha256 " + hashlib.sha256(latents.numpy().tobytes()).hexdigest()
+    assert path == str(out)
+    info = probe(out)
+    assert (info.width, info.height, info.frames, info.fps) == (192, 128, 13, 16)
+    assert re.search(r"13/13 frames", shown.err)
+    assert not out.with_name("clip.partial.mp4").exists()
+
+
+def test_control_c_leaves_a_playable_partial_video(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, partial = tmp_path / "clip.mp4", tmp_path / "clip.partial.mp4"
+    ended = threading.Event()
+
+    def interrupt_after_first_frames() -> None:
+        while not ended.is_set():
+            if "frames" in capsys.readouterr().err:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+            time.sleep(0.02)
+
+    watcher = threading.Thread(target=interrupt_after_first_frames)
+    watcher.start()
+    try:
+        status = command(out, "--latent-frames", "30")
+    finally:
+        ended.set()
+        watcher.join()
+    assert status == 130
+    assert not out.exists()
+    frames = sum(len(chunk) for chunk in read_frames(partial))
+    assert 9 <= frames < 117  # the first chunk is 9 frames; the whole video 117
+    assert str(partial) in capsys.readouterr().err
+    assert threading.active_count() < 4  # no lane is left
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--latent-frames", "0"], "latent_frames=0"),
+        (["--seconds", "-1"], "seconds=-1"),
+        (["--schedule", "fast"], "schedule='fast' is unknown; use one of: flashforward"),
+        (["--layout", "fast"], "layout='fast' is unknown"),
+        (["--order", "fast", "--latent-frames", "1"], "order='fast' is unknown"),
+        (["--anchor-rule", "fast"], "anchor_rule='fast' is unknown"),
+        (["--crf", "99", "--latent-frames", "1"], "crf=99"),
+        (["--seed", "-1"], "seed=-1"),
+    ],
+)
+def test_what_users_can_correct_is_one_line_and_status_2(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(tmp_path / "clip.mp4", *words) == 2
+    shown = capsys.readouterr().err
+    assert said in shown and shown.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_path_is_checked_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(tmp_path / "clip.gif") == 2
+    assert command(tmp_path / "none" / "clip.mp4") == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "clip.mp4" in first and "does not exist" in second
