@@ -73,7 +73,7 @@ def train_base(
     layouts: Sequence[tuple[int, int, int]],
     compiled: bool = True,
 ) -> tuple[CausalWanTransformer, ByteT5Encoder]:
-    """Train on ``layouts`` (clips per batch, latent frames, stride between them) in turn; return the averaged weights."""
+    """Train on ``layouts`` (clips per batch, latent frames, their stride) in turn; return the averaged weights."""
     device = accelerator.device
     step = BaseStep(model, text, autocast=device.type == "cuda")
 

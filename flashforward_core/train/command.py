@@ -17,6 +17,7 @@ from diffusers import AutoencoderKLWan
 
 from flashforward_core.graph.task import Role
 from flashforward_core.model.config import EMBEDDED
+from flashforward_core.model.files import fingerprint
 from flashforward_core.model.roles import attach_roles
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer
@@ -55,6 +56,8 @@ class Step:
     clips: int
     lr: float
     help: str
+    partial: bool = False
+    """Whether some steps leave weights unused: single frames the temporal convolutions, the planner the other role."""
 
 
 VAE_STAGES = ((0.1, 1, 256), (0.25, 17, 16), (0.3, 49, 8), (0.35, 129, 3))
@@ -90,7 +93,9 @@ def _finish_vae(vae: AutoencoderKLWan, out: Path, device: torch.device, *, held_
     preview = measure_latents(vae, range(16), frames=161, device=device)
     save_vae(vae, out / "vae")
     preview.save(out / "vae")
-    result = evaluate_vae(load_vae(out / "vae", device), range(HELD_OUT, HELD_OUT + held_out), frames=CLIP_FRAMES, device=device)
+    result = evaluate_vae(
+        load_vae(out / "vae", device), range(HELD_OUT, HELD_OUT + held_out), frames=CLIP_FRAMES, device=device
+    )
     report(result, out / "vae_report.json")
     log.info("autoencoder: %s", {k: v for k, v in result.items() if k != "psnr_per_frame"})
 
@@ -105,9 +110,17 @@ def _models() -> tuple[CausalWanTransformer, ByteT5Encoder]:
 
 
 def _pool(args: argparse.Namespace, text: ByteT5Encoder, accelerator: Accelerator) -> LatentPool:
+    """Encode this process's scenes, or read them back: the file's name says of which weights and which scenes."""
+    weights = fingerprint(sorted((args.out / "vae").glob("*.safetensors")))[:16]
+    share = f"{accelerator.process_index}of{accelerator.num_processes}"
+    path = args.out / "latents" / f"{weights}-{args.scenes}-{share}.safetensors"
+    if path.exists():
+        return LatentPool.load(path, device=accelerator.device)
     vae = load_vae(args.out / "vae", accelerator.device)
     seeds = _seeds(args.scenes, accelerator)
-    return LatentPool.encode(vae, text, seeds, frames=CLIP_FRAMES, device=accelerator.device)
+    pool = LatentPool.encode(vae, text, seeds, frames=CLIP_FRAMES, device=accelerator.device)
+    pool.save(path)
+    return pool
 
 
 def _config(args: argparse.Namespace, name: str) -> LoopConfig:
@@ -116,33 +129,45 @@ def _config(args: argparse.Namespace, name: str) -> LoopConfig:
 
 def _base(args: argparse.Namespace, accelerator: Accelerator) -> None:
     model, text = _models()
-    layouts = [(args.clips, 21, 1), (args.clips * 2, 9, 10)]
+    if args.init is not None:
+        base_step.load_base(model, text, args.init)
     model, text = base_step.train_base(
         model,
         text,
         _pool(args, text, accelerator),
         _config(args, "base"),
         accelerator=accelerator,
-        layouts=layouts,
+        layouts=[(args.clips, 21, 1), (args.clips * 2, 9, 10)],
         compiled=args.compile,
     )
     if accelerator.is_main_process:
         base_step.save_base(model, text, args.out / "base.pt")
 
 
+SFT_STEPS = (
+    (1, 81, False),
+    (5, 81, True),
+    (1, 81, False),
+    (5, 81, True),
+    (1, 41, False),
+    (5, 81, True),
+    (1, 21, False),
+)
+"""Times the clips per batch, latent frames, whether the planner is packed alone; taken in turn."""
+
+
 def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
     model, text = _models()
-    base_step.load_base(model, text, args.out / "base.pt")
+    base_step.load_base(model, text, args.init or args.out / "base.pt")
     attach_roles(model, rank=ROLE_RANK, alpha=ROLE_RANK)
-    lengths = (81, 81, 41, 81, 81, 21)
+    steps = [(times * args.clips, latents, planner) for times, latents, planner in SFT_STEPS]
     model, text = sft_step.train_sft(
         model,
         text,
         _pool(args, text, accelerator),
-        sft_step.layouts_for(lengths, width=WIDTH, height=HEIGHT, device=accelerator.device),
+        sft_step.layouts_for(steps, width=WIDTH, height=HEIGHT, device=accelerator.device),
         _config(args, "sft"),
         accelerator=accelerator,
-        clips=args.clips,
         compiled=args.compile,
     )
     if accelerator.is_main_process:
@@ -150,9 +175,11 @@ def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
 
 
 STEPS = {
-    "vae": Step(run=_vae, steps=6000, clips=8, lr=3e-3, help="the autoencoder"),
+    "vae": Step(run=_vae, steps=6000, clips=8, lr=3e-3, help="the autoencoder", partial=True),
     "base": Step(run=_base, steps=3000, clips=64, lr=1e-3, help="the bidirectional base and the text encoder"),
-    "sft": Step(run=_sft, steps=4000, clips=16, lr=5e-4, help="both roles, packed supervised fine-tuning"),
+    "sft": Step(
+        run=_sft, steps=4000, clips=16, lr=5e-4, help="both roles, packed supervised fine-tuning", partial=True
+    ),
 }
 
 
@@ -160,12 +187,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``train`` to its parser."""
     parser.add_argument("step", choices=STEPS, help="; ".join(f"{name}: {step.help}" for name, step in STEPS.items()))
     parser.add_argument("--out", type=Path, default=Path(".train"), help="folder of checkpoints and results")
-    parser.add_argument("--init", type=Path, help="vae only: folder of weights to start the last, long-clip stage from")
+    parser.add_argument(
+        "--init",
+        type=Path,
+        help="weights to start from: a vae folder (then only the last, long-clip stage runs) or a base.pt",
+    )
     parser.add_argument("--steps", type=int, help="optimiser steps in all")
     parser.add_argument("--clips", type=int, help="clips per batch and process")
     parser.add_argument("--lr", type=float, help="peak learning rate")
     parser.add_argument("--scenes", type=int, default=4096, help="procedural scenes to train on")
-    parser.add_argument("--held-out", type=int, default=16, help="scenes that the autoencoder is measured on")
+    parser.add_argument("--held-out", type=int, default=128, help="scenes that the autoencoder is measured on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-s", type=float, default=math.inf, help="stop after this many seconds of training")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="run eagerly")
@@ -186,7 +217,5 @@ def run(args: argparse.Namespace) -> int:
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
         torch._dynamo.config.recompile_limit = 64  # the autoencoder's fused norm meets many layouts
-    # single frames never reach the temporal convolutions
-    spare = DistributedDataParallelKwargs(find_unused_parameters=True)
-    step.run(args, Accelerator(kwargs_handlers=[spare]))
+    step.run(args, Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=step.partial)]))
     return 0

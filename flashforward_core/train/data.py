@@ -2,14 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLWan
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.train.synthetic import render_scene, sample_scene
 from flashforward_core.train.vae_train import encode_mean
+
+FIELDS = ("latents", "ids", "mask", "empty_ids", "empty_mask")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,17 @@ class LatentPool:
         parts = (ids, mask, empty_ids, empty_mask)
         ids, mask, empty_ids, empty_mask = (part.to(device) for part in parts)
         return cls(latents=torch.cat(latents), ids=ids, mask=mask, empty_ids=empty_ids, empty_mask=empty_mask)
+
+    def save(self, path: Path) -> None:
+        """Keep the encoded clips, so that the next step need not draw and encode them again."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {name: getattr(self, name).cpu() for name in FIELDS}
+        save_file(tensors, path)
+
+    @classmethod
+    def load(cls, path: Path, *, device: torch.device) -> "LatentPool":
+        """Read what ``save`` wrote."""
+        return cls(**load_file(path, device=str(device)))
 
     def sample(self, count: int, generator: torch.Generator, *, drop: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return clips in float32, ids and mask; captions are emptied with probability ``drop``."""

@@ -24,7 +24,9 @@ def export_model(
     shutil.rmtree(transformer, ignore_errors=True)
     transformer.mkdir(parents=True)
     (transformer / "config.json").write_text(json.dumps(model.config.to_diffusers(), indent=2) + "\n")
-    state = {name: tensor.detach().cpu().bfloat16() for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    state = {
+        name: tensor.detach().cpu().bfloat16() for name, tensor in model.state_dict().items() if ".lora_" not in name
+    }
     save_torch_state_dict(
         state, transformer, filename_pattern="diffusion_pytorch_model{suffix}.safetensors", max_shard_size=SHARD
     )

@@ -20,13 +20,18 @@ log = logging.getLogger(__name__)
 Losses = Mapping[str, Tensor]
 """``loss`` is minimised; the others are logged."""
 
+Batch = Callable[[torch.Generator, int], tuple[object, ...]]
+"""(generator on the accelerator's device, step) -> arguments of the module's forward."""
+
+AGREE_EVERY = 20  # steps between looks at the clock, at which all processes agree
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
     """How long and how fast to train."""
 
     out: Path
-    """Folder of the checkpoints; a state found there is resumed."""
+    """Folder of the run's state; one found there is resumed."""
     steps: int
     """Optimiser steps in all."""
     lr: float
@@ -39,14 +44,11 @@ class LoopConfig:
     """Bound of the gradient's norm."""
     seed: int = 0
     save_every: int = 1000
-    """Steps between checkpoints."""
+    """Steps between saved states."""
     log_every: int = 50
     """Steps between log lines."""
     max_s: float = math.inf
     """Stop early after this many seconds: the cosine follows whichever of steps and time is further along."""
-
-
-AGREE_EVERY = 20  # steps between looks at the clock, at which all processes agree
 
 
 def step_seed(seed: int, step: int, process: int) -> int:
@@ -54,24 +56,10 @@ def step_seed(seed: int, step: int, process: int) -> int:
     return (seed << 42) + (step << 10) + process
 
 
-def rate(progress: float, step: int, warmup: int) -> float:
-    """Learning-rate factor: linear warm-up, then a cosine from 1 to 0.02 over ``progress`` 0..1."""
-    cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+def rate(share: float, step: int, warmup: int) -> float:
+    """Learning-rate factor: linear warm-up, then a cosine from 1 to 0.02 as ``share`` of the run goes from 0 to 1."""
+    cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
     return min(1.0, (step + 1) / max(1, warmup)) * cosine
-
-
-class _Progress:
-    """The step counter, in a form that accelerate saves and restores."""
-
-    def __init__(self) -> None:
-        self.step = 0
-        self.seconds = 0.0
-
-    def state_dict(self) -> dict[str, float]:
-        return {"step": self.step, "seconds": self.seconds}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.step, self.seconds = int(state["step"]), float(state["seconds"])
 
 
 def train(
@@ -79,76 +67,110 @@ def train(
     config: LoopConfig,
     *,
     accelerator: Accelerator,
-    batch: Callable[[torch.Generator, int], tuple[object, ...]],
+    batch: Batch,
     prepare: Callable[[], None] | None = None,
 ) -> nn.Module:
-    """Train ``module``, whose forward takes ``batch(generator, step)`` and returns ``Losses``; return the EMA module.
+    """Train ``module``, whose forward returns ``Losses``, on what ``batch`` gives; return its averaged copy.
 
-    ``prepare`` runs once the averaged copy exists, for what must not be copied (compiled parts).
-    The generator lives on the accelerator's device. Mutates ``module``. Interrupted runs continue from the last
-    state in ``config.out``; the EMA weights are averaged on every process alike.
+    Mutates ``module``. ``prepare`` runs once the averaged copy exists, for what must not be copied (compiled parts).
+    A state in ``config.out`` is continued; each process averages the weights alike.
     """
-    params = [p for p in module.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=accelerator.device.type == "cuda")
-    module.to(accelerator.device)
-    ema = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay))
-    if prepare is not None:
-        prepare()
-    progress = _Progress()
-    prepared, optimizer = accelerator.prepare(module, optimizer)
-    accelerator.register_for_checkpointing(ema, progress)
-    state = config.out / "state"
-    if (state / "done.txt").exists():
-        accelerator.load_state(str(state))
-        log.info("resumed %s at step %d", config.out, progress.step)
-    _run(prepared, ema, module, optimizer, progress, config, accelerator=accelerator, batch=batch)
-    _save(state, accelerator)
-    accelerator.free_memory()  # else the next loop's state would hold this one's modules too
-    accelerator._custom_objects.clear()
-    return ema.module
+    run = _Run(module, config, accelerator=accelerator, prepare=prepare)
+    run.resume()
+    while run.share < 1.0:
+        run.advance(batch)
+    run.save()
+    return run.finish()
 
 
-def _run(prepared, ema, module, optimizer, progress, config, *, accelerator, batch) -> None:  # type: ignore[no-untyped-def]
-    began = time.monotonic() - progress.seconds
-    generator = torch.Generator(accelerator.device)
-    share = 0.0
-    while progress.step < config.steps:
-        if progress.step % AGREE_EVERY == 0:
-            elapsed = (time.monotonic() - began) / config.max_s
-            share = _largest(max(progress.step / config.steps, elapsed), accelerator)
-            if share >= 1.0:
-                break
-        for group in optimizer.param_groups:
-            group["lr"] = config.lr * rate(share, progress.step, config.warmup)
-        generator.manual_seed(step_seed(config.seed, progress.step, accelerator.process_index))
-        losses = prepared(*batch(generator, progress.step))
-        accelerator.backward(losses["loss"])
-        accelerator.clip_grad_norm_(prepared.parameters(), config.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        ema.update_parameters(module)
-        progress.step += 1
-        progress.seconds = time.monotonic() - began
-        if progress.step % config.log_every == 0 and accelerator.is_main_process:
+class _Run:
+    """The state of one run; ``step`` and ``seconds`` are saved and restored with it."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: LoopConfig,
+        *,
+        accelerator: Accelerator,
+        prepare: Callable[[], None] | None,
+    ) -> None:
+        self.config, self.accelerator = config, accelerator
+        self.module = module.to(accelerator.device)
+        self.ema = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay))
+        if prepare is not None:
+            prepare()
+        trained = [p for p in module.parameters() if p.requires_grad]
+        fused = accelerator.device.type == "cuda"
+        optimizer = torch.optim.AdamW(trained, lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=fused)
+        self.prepared, self.optimizer = accelerator.prepare(module, optimizer)
+        accelerator.register_for_checkpointing(self.ema, self)
+        self.generator = torch.Generator(accelerator.device)
+        self.step, self.share, self.seconds = 0, 0.0, 0.0
+        self._began = time.monotonic()
+
+    def state_dict(self) -> dict[str, float]:
+        return {"step": self.step, "seconds": self.seconds}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.step, self.seconds = int(state["step"]), float(state["seconds"])
+        self._began = time.monotonic() - self.seconds
+        self.share = self._share()
+
+    def resume(self) -> None:
+        """Continue from the saved state, if there is a whole one."""
+        if self._marker.exists():
+            self.accelerator.load_state(str(self.config.out / "state"))
+            log.info("resumed %s at step %d", self.config.out, self.step)
+
+    def advance(self, batch: Batch) -> None:
+        """Take one optimiser step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.lr * rate(self.share, self.step, self.config.warmup)
+        self.generator.manual_seed(step_seed(self.config.seed, self.step, self.accelerator.process_index))
+        losses: Losses = self.prepared(*batch(self.generator, self.step))
+        self.accelerator.backward(losses["loss"])
+        self.accelerator.clip_grad_norm_(self.prepared.parameters(), self.config.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.ema.update_parameters(self.module)
+        self.step += 1
+        self._after_step(losses)
+
+    def _after_step(self, losses: Losses) -> None:
+        self.seconds = time.monotonic() - self._began
+        if self.step % AGREE_EVERY == 0 or self.step >= self.config.steps:
+            self.share = self._share()
+        if self.step % self.config.log_every == 0 and self.accelerator.is_main_process:
             shown = " ".join(f"{name} {value.item():.4f}" for name, value in losses.items())
-            log.info("step %d/%d %.0fs %s", progress.step, config.steps, progress.seconds, shown)
-        if progress.step % config.save_every == 0:
-            _save(config.out / "state", accelerator)
+            log.info("step %d/%d %.0fs %s", self.step, self.config.steps, self.seconds, shown)
+        if self.step % self.config.save_every == 0:
+            self.save()
 
+    def _share(self) -> float:
+        """How much of the run is done, 0 to 1: the largest answer of all processes, so that none stops alone."""
+        done = self.step >= self.config.steps
+        agreed = self.step if done else self.step - self.step % AGREE_EVERY  # so that resuming changes nothing
+        share = max(agreed / self.config.steps, self.seconds / self.config.max_s)
+        if self.accelerator.num_processes == 1:
+            return share
+        return float(self.accelerator.gather(torch.tensor([share], device=self.accelerator.device)).max())
 
-def _largest(value: float, accelerator: Accelerator) -> float:
-    """Return the largest ``value`` of all processes, so that none stops alone."""
-    if accelerator.num_processes == 1:
-        return value
-    return float(accelerator.gather(torch.tensor([value], device=accelerator.device)).max())
+    @property
+    def _marker(self) -> Path:
+        return self.config.out / "state" / "whole.txt"
 
+    def save(self) -> None:
+        """Save everything that the run needs to continue; the marker tells a whole state from a broken one."""
+        if self.accelerator.is_main_process:
+            self._marker.unlink(missing_ok=True)
+        self.accelerator.wait_for_everyone()
+        self.accelerator.save_state(str(self.config.out / "state"))
+        if self.accelerator.is_main_process:
+            self._marker.write_text("complete\n")
 
-def _save(state: Path, accelerator: Accelerator) -> None:
-    """Save everything that the run needs to continue; the marker tells a whole state from a broken one."""
-    marker = state / "done.txt"
-    if accelerator.is_main_process:
-        marker.unlink(missing_ok=True)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(state))
-    if accelerator.is_main_process:
-        marker.write_text("complete\n")
+    def finish(self) -> nn.Module:
+        """Let go of the accelerator, so that the next run's state does not hold this one's; return the average."""
+        self.accelerator.free_memory()
+        self.accelerator._custom_objects.clear()  # free_memory keeps what was registered for checkpoints
+        averaged: nn.Module = self.ema.module
+        return averaged

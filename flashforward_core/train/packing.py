@@ -2,7 +2,8 @@
 
 The packed latent frames of a clip are [clean anchors | noisy anchors | noisy chunks]: the planner's commits, the
 planner's denoising and the renderer's denoising. Who sees whom is read off the task graph that inference runs, so
-training and inference cannot disagree about a schedule.
+training and inference cannot disagree about a schedule. The planner has a tenth of the frames and the harder job, so
+some steps pack it alone.
 """
 
 from dataclasses import dataclass
@@ -32,26 +33,34 @@ class Packing:
     """Bool [P]: packed frames that count; a clip shorter than the packing leaves the rest unused."""
 
     @property
-    def segments(self) -> tuple[Segment, Segment]:
+    def num_chunk_frames(self) -> int:
+        """Packed frames of the renderer; 0 when the planner is packed alone."""
+        return len(self.frames) - 2 * self.num_anchors
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
         """Role of each part; the anchors are the planner's."""
-        split = 2 * self.num_anchors
-        return Segment(Role.PLANNER, 0, split), Segment(Role.RENDERER, split, len(self.frames))
+        split, end = 2 * self.num_anchors, len(self.frames)
+        planner = Segment(Role.PLANNER, 0, split)
+        return (planner, Segment(Role.RENDERER, split, end)) if self.num_chunk_frames else (planner,)
 
     def chunk_frame(self, latent_frame: int) -> int:
         """Packed position of the renderer's ``latent_frame``."""
         return 2 * self.num_anchors + latent_frame
 
 
-def pack(spec: RolloutSpec, *, padded_to: RolloutSpec | None = None) -> Packing:
+def pack(spec: RolloutSpec, *, padded_to: RolloutSpec | None = None, planner_only: bool = False) -> Packing:
     """Lay out ``spec``; ``padded_to`` a longer one keeps that one's shape, with the frames past the end unused.
 
-    Only schedules with in-flight history and anchors can be packed this way: another one raises ``ValueError``.
+    ``planner_only`` leaves the renderer's chunks out. Only schedules with in-flight history and anchors can be packed
+    this way: another one raises ``ValueError``.
     """
     if spec.schedule != "flashforward":
         raise ValueError(f"schedule={spec.schedule!r} has no packed training; use schedule='flashforward'")
     whole = padded_to or spec
     positions = whole.anchor_positions()
-    frames = (*positions, *positions, *range(whole.shape.latent_frames))
+    chunks = range(0 if planner_only else whole.shape.latent_frames)
+    frames = (*positions, *positions, *chunks)
     count = len(positions)
     visible = torch.eye(len(frames), dtype=torch.bool)  # an unused frame sees itself: softmax needs one key
     used = torch.zeros(len(frames), dtype=torch.bool)
@@ -59,6 +68,8 @@ def pack(spec: RolloutSpec, *, padded_to: RolloutSpec | None = None) -> Packing:
     for task in graph.tasks:
         if task.kind is Kind.DENOISE and task.stage > 0:
             continue  # all stages have the same edges, each among its own level
+        if planner_only and task.role is Role.RENDERER:
+            continue
         own = _own_frames(task, spec, count)
         seen = [_seen_frames(slot, spec, count) for slot in task.reads]
         columns = own + [frame for group in seen for frame in group]

@@ -8,7 +8,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from flashforward_core.graph.task import Role
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer
 from flashforward_core.specs import RolloutSpec, VideoShape
@@ -22,6 +21,8 @@ from flashforward_core.train.packing import GroupedAttention, Packing, pack
 class PackedLayout:
     """A packing on a device: what one step's forward needs besides the clips."""
 
+    clips: int
+    """Clips per batch and process."""
     packing: Packing
     frames: Tensor
     used: Tensor
@@ -33,33 +34,35 @@ def spec_for_latents(latent_frames: int, *, width: int, height: int) -> RolloutS
     return RolloutSpec(shape=VideoShape(width=width, height=height, latent_frames=latent_frames))
 
 
-def layouts_for(lengths: Sequence[int], *, width: int, height: int, device: torch.device) -> list[PackedLayout]:
-    """Pack each length into the shape of the longest, so that one compiled step serves all of them."""
-    specs = [spec_for_latents(n, width=width, height=height) for n in lengths]
+def layouts_for(
+    steps: Sequence[tuple[int, int, bool]], *, width: int, height: int, device: torch.device
+) -> list[PackedLayout]:
+    """Pack each of ``steps`` (clips, latent frames, planner alone) into the longest's shape: few shapes to compile."""
+    specs = [spec_for_latents(latents, width=width, height=height) for _, latents, _ in steps]
     longest = max(specs, key=lambda spec: spec.shape.latent_frames)
-    return [_layout(pack(spec, padded_to=longest), longest.shape.tokens_per_frame, device) for spec in specs]
-
-
-def _layout(packing: Packing, tokens: int, device: torch.device) -> PackedLayout:
-    return PackedLayout(
-        packing=packing,
-        frames=torch.tensor(packing.frames, device=device),
-        used=packing.used.to(device),
-        attend=GroupedAttention(packing.visible, tokens, device=device),
-    )
+    tokens = longest.shape.tokens_per_frame
+    layouts = []
+    for (clips, _, planner_only), spec in zip(steps, specs, strict=True):
+        packing = pack(spec, padded_to=longest, planner_only=planner_only)
+        layouts.append(
+            PackedLayout(
+                clips=clips,
+                packing=packing,
+                frames=torch.tensor(packing.frames, device=device),
+                used=packing.used.to(device),
+                attend=GroupedAttention(packing.visible, tokens, device=device),
+            )
+        )
+    return layouts
 
 
 class SftStep(nn.Module):
     """One packed forward of both roles and its two flow-matching losses."""
 
-    def __init__(
-        self, model: CausalWanTransformer, text: ByteT5Encoder, packing: Packing, *, autocast: bool
-    ) -> None:
+    def __init__(self, model: CausalWanTransformer, text: ByteT5Encoder, *, autocast: bool) -> None:
         super().__init__()
         self.model = model
         self.text = text
-        self.segments = packing.segments
-        self.num_anchors = packing.num_anchors
         self.autocast = autocast
 
     def forward(
@@ -73,20 +76,22 @@ class SftStep(nn.Module):
     ) -> dict[str, Tensor]:
         """Score packed clean latents and noise [B, 16, P, h, w] at sigma [B, P] (0 on the clean anchors)."""
         s = sigma[:, None, :, None, None]
+        packing = layout.packing
         with torch.autocast(packed.device.type, torch.bfloat16, enabled=self.autocast):
             embedded = self.text(ids, mask)
-            texts = [self.model.text_context(embedded, role) for role in (Role.PLANNER, Role.RENDERER)]
             velocity = self.model(
                 (1 - s) * packed + s * noise,
                 timestep_BF=1000 * sigma,
-                text=texts,
+                text=[self.model.text_context(embedded, segment.role) for segment in packing.segments],
                 frames=layout.frames,
-                segments=self.segments,
+                segments=packing.segments,
                 self_attend=layout.attend,
             )
         losses = flow_loss(velocity, packed, noise)
-        count = self.num_anchors
+        count = packing.num_anchors
         planner = _mean_over(losses[:, count : 2 * count], layout.used[count : 2 * count])
+        if not packing.num_chunk_frames:
+            return {"loss": planner, "planner": planner}
         renderer = _mean_over(losses[:, 2 * count :], layout.used[2 * count :])
         return {"loss": planner + renderer, "planner": planner, "renderer": renderer}
 
@@ -101,7 +106,7 @@ def packed_sigmas(packing: Packing, count: int, generator: torch.Generator, *, d
     per_block = draw_sigmas((count, len(packing.blocks)), generator, device=device)
     block_of = torch.tensor([b for b, members in enumerate(packing.blocks) for _ in members], device=device)
     clean = torch.zeros(count, anchors, device=device)
-    clip = draw_sigmas((count, 1), generator, device=device).expand(-1, len(packing.frames) - 2 * anchors)
+    clip = draw_sigmas((count, 1), generator, device=device).expand(-1, packing.num_chunk_frames)
     return torch.cat((clean, per_block[:, block_of], clip), dim=1)
 
 
@@ -113,20 +118,18 @@ def train_sft(
     config: LoopConfig,
     *,
     accelerator: Accelerator,
-    clips: int,
     compiled: bool = True,
 ) -> tuple[CausalWanTransformer, ByteT5Encoder]:
-    """Fine-tune a model with roles attached on ``clips`` per batch; each step draws one of the ``layouts``."""
+    """Fine-tune a model with roles attached; the steps take the ``layouts`` in turn."""
     device = accelerator.device
-    packing = layouts[0].packing
-    step = SftStep(model, text, packing, autocast=device.type == "cuda")
+    step = SftStep(model, text, autocast=device.type == "cuda")
 
     def batch(generator: torch.Generator, number: int) -> tuple[object, ...]:
         layout = layouts[number % len(layouts)]
-        clean, ids, mask = pool.sample(clips, generator, drop=CAPTION_DROP)
+        clean, ids, mask = pool.sample(layout.clips, generator, drop=CAPTION_DROP)
         packed = clean[:, :, layout.frames]
         noise = torch.randn(packed.shape, generator=generator, device=device)
-        sigma = packed_sigmas(packing, clips, generator, device=device)
+        sigma = packed_sigmas(layout.packing, layout.clips, generator, device=device)
         return packed, noise, sigma, ids, mask, layout
 
     compile_parts = partial(compile_blocks, model) if compiled else None

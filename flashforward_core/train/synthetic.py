@@ -70,7 +70,9 @@ class Scene:
 
     @property
     def caption(self) -> str:
-        movers = " and ".join(f"a{'n' if s.colour == 'orange' else ''} {s.colour} {s.kind} {s.motion}" for s in self.sprites)
+        movers = " and ".join(
+            f"a{'n' if s.colour == 'orange' else ''} {s.colour} {s.kind} {s.motion}" for s in self.sprites
+        )
         return f"{movers} over {self.hills} hills at {self.sky}"
 
 
@@ -99,7 +101,11 @@ def sample_scene(seed: int) -> Scene:
         sky=sky,
         hills=rng.choice(tuple(HILLS)),
         sprites=sprites,
-        light_x=rng.uniform(25, 70) if sky == "dawn" else rng.uniform(120, 167) if sky == "dusk" else rng.uniform(40, 152),
+        light_x=rng.uniform(25, 70)
+        if sky == "dawn"
+        else rng.uniform(120, 167)
+        if sky == "dusk"
+        else rng.uniform(40, 152),
         light_y=rng.uniform(52, 60) if low else rng.uniform(18, 28),
         ridge_phases=tuple(rng.random() for _ in range(6)),
         scroll=rng.uniform(5, 9),

@@ -1,5 +1,7 @@
 """The packed training forward equals the forwards that inference runs one by one."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,9 +10,9 @@ from flashforward_core.graph.schedules import build_graph
 from flashforward_core.graph.task import ForwardTask, Kind, Role, Slot, Space
 from flashforward_core.model.config import WanConfig
 from flashforward_core.model.roles import attach_roles
-from flashforward_core.model.transformer import CausalWanTransformer
+from flashforward_core.model.transformer import CausalWanTransformer, TextContext
 from flashforward_core.specs import AnchorPlan, History, RolloutSpec, VideoShape
-from flashforward_core.train.packing import GroupedAttention, dense_attention, pack
+from flashforward_core.train.packing import GroupedAttention, Packing, dense_attention, pack
 
 pytestmark = pytest.mark.cpu
 
@@ -49,78 +51,99 @@ class StoredKV:
         return torch.cat([p[0] for p in pairs], 1), torch.cat([p[1] for p in pairs], 1)
 
 
-def run_task(model, task: ForwardTask, spec: RolloutSpec, x_BCFHW: Tensor, frames: list[int], sigma: float, text, store):
-    slots = [slot for slot in task.reads if slot.space in (Space.KV, Space.ANCHOR_KV)]
-    kv = StoredKV(store, slots)
-    out = model(
-        x_BCFHW,
-        timestep_BF=torch.full((1, len(frames)), 1000 * sigma, dtype=torch.float64),
-        text=text[task.role],
-        frames=torch.tensor(frames),
-        role=task.role,
-        kv=kv,
-    )
-    tokens = spec.shape.tokens_per_frame
-    written = [slot for slot in task.writes if slot.space in (Space.KV, Space.ANCHOR_KV)]
-    for number, slot in enumerate(written):
-        cut = slice(None) if slot.space is Space.KV else slice(number * tokens, (number + 1) * tokens)
-        store[slot] = [(k[:, cut], v[:, cut]) for k, v in kv.own]
-    return out
+@dataclass
+class Separate:
+    """Runs tasks one by one, on teacher-forced latents, keeping the KV that they publish."""
 
+    model: CausalWanTransformer
+    spec: RolloutSpec
+    text: dict[Role, TextContext]
+    clean: Tensor
+    noisy: dict[Role, Tensor]
 
-def separate_forwards(model, spec: RolloutSpec, clean: Tensor, noisy: dict[Role, Tensor], text) -> dict[str, Tensor]:
-    """Run the first stage of every task by itself, on teacher-forced latents."""
-    store: dict[Slot, list[tuple[Tensor, Tensor]]] = {}
-    positions = spec.anchor_positions()
-    found: dict[str, Tensor] = {}
-    for task in build_graph(spec, decode=False).tasks:
-        if task.kind is Kind.DENOISE and task.stage > 0:
-            continue
-        if task.role is Role.PLANNER:
-            frames = [positions[a] for a in spec.anchor_blocks()[task.index]]
-        else:
-            frames = list(spec.chunk(task.index))
+    def outputs(self) -> dict[str, Tensor]:
+        """Return what the first stage of every task predicts, by task id."""
+        self.store: dict[Slot, list[tuple[Tensor, Tensor]]] = {}
+        tasks = build_graph(self.spec, decode=False).tasks
+        return {task.id: self.run(task) for task in tasks if task.kind is Kind.COMMIT or task.stage == 0}
+
+    def run(self, task: ForwardTask) -> Tensor:
+        assert task.role is not None
         committing = task.kind is Kind.COMMIT
-        x = (clean if committing else noisy[task.role])[:, :, frames]
+        frames = self.frames(task)
+        kv = StoredKV(self.store, [slot for slot in task.reads if slot.space in (Space.KV, Space.ANCHOR_KV)])
         sigma = 0.0 if committing else SIGMA[task.role]
-        found[task.id] = run_task(model, task, spec, x, frames, sigma, text, store)
-    return found
+        out = self.model(
+            (self.clean if committing else self.noisy[task.role])[:, :, frames],
+            timestep_BF=torch.full((1, len(frames)), 1000 * sigma, dtype=torch.float64),
+            text=self.text[task.role],
+            frames=torch.tensor(frames),
+            role=task.role,
+            kv=kv,
+        )
+        self.publish(task, kv)
+        return out
+
+    def frames(self, task: ForwardTask) -> list[int]:
+        if task.role is Role.RENDERER:
+            return list(self.spec.chunk(task.index))
+        return [self.spec.anchor_positions()[a] for a in self.spec.anchor_blocks()[task.index]]
+
+    def publish(self, task: ForwardTask, kv: StoredKV) -> None:
+        tokens = self.spec.shape.tokens_per_frame
+        for number, slot in enumerate(s for s in task.writes if s.space in (Space.KV, Space.ANCHOR_KV)):
+            cut = slice(None) if slot.space is Space.KV else slice(number * tokens, (number + 1) * tokens)
+            self.store[slot] = [(k[:, cut], v[:, cut]) for k, v in kv.own]
 
 
-@pytest.mark.parametrize(("latent_frames", "padded"), [(13, None), (14, None), (7, 14)])
-def test_packed_forward_equals_separate_forwards(latent_frames: int, padded: int | None) -> None:
-    spec, model = tiny_spec(latent_frames), tiny_model()
-    packing = pack(spec, padded_to=tiny_spec(padded) if padded else None)
-    longest = padded or latent_frames
-    clean, noise = (torch.randn(1, 16, longest, 4, 4, dtype=torch.float64) for _ in range(2))
-    noisy = {role: (1 - s) * clean + s * noise for role, s in SIGMA.items()}
-    embedding = torch.randn(1, CONFIG.text_len, CONFIG.text_dim, dtype=torch.float64)
-    text = {role: model.text_context(embedding, role) for role in Role}
-    separate = separate_forwards(model, spec, clean, noisy, text)
-
+def packed_output(separate: Separate, packing: Packing) -> Tensor:
+    """Predict everything in one forward."""
     count = packing.num_anchors
-    anchors = list(packing.frames[:count])
-    packed = torch.cat((clean[:, :, anchors], noisy[Role.PLANNER][:, :, anchors], noisy[Role.RENDERER]), dim=2)
-    levels = [0.0] * count + [SIGMA[Role.PLANNER]] * count + [SIGMA[Role.RENDERER]] * longest
-    out = model(
+    anchors, chunks = list(packing.frames[:count]), list(packing.frames[2 * count :])
+    planner, renderer = separate.noisy[Role.PLANNER], separate.noisy[Role.RENDERER]
+    packed = torch.cat((separate.clean[:, :, anchors], planner[:, :, anchors], renderer[:, :, chunks]), dim=2)
+    levels = [0.0] * count + [SIGMA[Role.PLANNER]] * count + [SIGMA[Role.RENDERER]] * len(chunks)
+    return separate.model(
         packed,
         timestep_BF=1000 * torch.tensor([levels], dtype=torch.float64),
-        text=[text[Role.PLANNER], text[Role.RENDERER]],
+        text=[separate.text[segment.role] for segment in packing.segments],
         frames=torch.tensor(packing.frames),
         segments=packing.segments,
-        self_attend=dense_attention(packing.visible, spec.shape.tokens_per_frame),
+        self_attend=dense_attention(packing.visible, separate.spec.shape.tokens_per_frame),
     )
-    for task_id, expected in separate.items():
+
+
+@pytest.mark.parametrize(
+    ("latent_frames", "padded", "planner_only"),
+    [(13, None, False), (14, None, False), (7, 14, False), (14, None, True), (7, 14, True)],
+)
+def test_packed_forward_equals_separate_forwards(latent_frames: int, padded: int | None, planner_only: bool) -> None:
+    spec, model = tiny_spec(latent_frames), tiny_model()
+    packing = pack(spec, padded_to=tiny_spec(padded) if padded else None, planner_only=planner_only)
+    clean, noise = (torch.randn(1, 16, padded or latent_frames, 4, 4, dtype=torch.float64) for _ in range(2))
+    embedding = torch.randn(1, CONFIG.text_len, CONFIG.text_dim, dtype=torch.float64)
+    separate = Separate(
+        model=model,
+        spec=spec,
+        text={role: model.text_context(embedding, role) for role in Role},
+        clean=clean,
+        noisy={role: (1 - s) * clean + s * noise for role, s in SIGMA.items()},
+    )
+    out = packed_output(separate, packing)
+    compared = 0
+    for task_id, expected in separate.outputs().items():
         role, kind, unit, *_ = task_id.split("/")
-        index = int(unit[1:])
-        if kind == "commit":
+        if kind == "commit" or (planner_only and role == "renderer"):
             continue  # a commit's output is nobody's
+        index = int(unit[1:])
         if role == "planner":
-            where = [count + a for a in spec.anchor_blocks()[index]]
+            where = [packing.num_anchors + a for a in spec.anchor_blocks()[index]]
         else:
             where = [packing.chunk_frame(frame) for frame in spec.chunk(index)]
         # float64: the sums differ only in the order of their terms
         torch.testing.assert_close(out[:, :, where], expected, rtol=0, atol=1e-10)
+        compared += 1
+    assert compared == len(spec.anchor_blocks()) + (0 if planner_only else spec.num_chunks)
 
 
 def test_unused_frames_of_a_padded_packing_are_marked() -> None:
@@ -136,7 +159,10 @@ def test_grouped_attention_equals_dense_attention_under_the_mask(latent_frames: 
     q, k, v = (torch.randn(2, length, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     weight = torch.randn(2, length, 2, 8, dtype=torch.float64)
     results = []
-    for attend in (dense_attention(packing.visible, 4), GroupedAttention(packing.visible, 4, device=torch.device("cpu"))):
+    for attend in (
+        dense_attention(packing.visible, 4),
+        GroupedAttention(packing.visible, 4, device=torch.device("cpu")),
+    ):
         out = attend(q, k, v)
         results.append((out, *torch.autograd.grad((out * weight).sum(), (q, k, v))))
     for dense, grouped in zip(*results, strict=True):
