@@ -18,6 +18,7 @@ from diffusers import AutoencoderKLWan
 from flashforward_core.graph.task import Role
 from flashforward_core.model.config import EMBEDDED
 from flashforward_core.model.files import fingerprint
+from flashforward_core.model.loading import load_embedded
 from flashforward_core.model.roles import attach_roles
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer
@@ -127,10 +128,18 @@ def _config(args: argparse.Namespace, name: str) -> LoopConfig:
     return LoopConfig(out=args.out / f"{name}_run", steps=args.steps, lr=args.lr, seed=args.seed, max_s=args.max_s)
 
 
+def _start_from(assets: Path, model: CausalWanTransformer, text: ByteT5Encoder) -> None:
+    """Copy an exported model's weights, without its roles' LoRAs."""
+    exported = load_embedded(assets, merged=False)
+    state = exported.models[Role.RENDERER].state_dict()
+    model.load_state_dict({name: tensor for name, tensor in state.items() if ".lora_" not in name})
+    text.load_state_dict(exported.text_encoder.state_dict())
+
+
 def _base(args: argparse.Namespace, accelerator: Accelerator) -> None:
     model, text = _models()
     if args.init is not None:
-        base_step.load_base(model, text, args.init)
+        _start_from(args.init, model, text)
     model, text = base_step.train_base(
         model,
         text,
@@ -190,7 +199,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--init",
         type=Path,
-        help="weights to start from: a vae folder (then only the last, long-clip stage runs) or a base.pt",
+        help="weights to start from: vae, a vae folder (only the last stage runs then); base, an assets folder; sft, a base.pt",
     )
     parser.add_argument("--steps", type=int, help="optimiser steps in all")
     parser.add_argument("--clips", type=int, help="clips per batch and process")

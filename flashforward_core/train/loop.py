@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -47,6 +47,8 @@ class LoopConfig:
     """Steps between saved states."""
     log_every: int = 50
     """Steps between log lines."""
+    lr_scales: Mapping[str, float] = field(default_factory=dict)
+    """Factors of the learning rate, by the prefix of parameters' names."""
     max_s: float = math.inf
     """Stop early after this many seconds: the cosine follows whichever of steps and time is further along."""
 
@@ -83,6 +85,16 @@ def train(
     return run.finish()
 
 
+def _groups(module: nn.Module, scales: Mapping[str, float]) -> list[dict[str, object]]:
+    """Return the trained parameters in groups of one learning rate each."""
+    groups: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            scale = next((scale for prefix, scale in scales.items() if name.startswith(prefix)), 1.0)
+            groups.setdefault(scale, []).append(parameter)
+    return [{"params": parameters, "scale": scale} for scale, parameters in groups.items()]
+
+
 class _Run:
     """The state of one run; ``step`` and ``seconds`` are saved and restored with it."""
 
@@ -99,9 +111,9 @@ class _Run:
         self.ema = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay))
         if prepare is not None:
             prepare()
-        trained = [p for p in module.parameters() if p.requires_grad]
         fused = accelerator.device.type == "cuda"
-        optimizer = torch.optim.AdamW(trained, lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=fused)
+        groups = _groups(module, config.lr_scales)
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=fused)
         self.prepared, self.optimizer = accelerator.prepare(module, optimizer)
         accelerator.register_for_checkpointing(self.ema, self)
         self.generator = torch.Generator(accelerator.device)
@@ -125,7 +137,7 @@ class _Run:
     def advance(self, batch: Batch) -> None:
         """Take one optimiser step."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.lr * rate(self.share, self.step, self.config.warmup)
+            group["lr"] = self.config.lr * group["scale"] * rate(self.share, self.step, self.config.warmup)
         self.generator.manual_seed(step_seed(self.config.seed, self.step, self.accelerator.process_index))
         losses: Losses = self.prepared(*batch(self.generator, self.step))
         self.accelerator.backward(losses["loss"])
