@@ -77,3 +77,11 @@ def test_seeds_differ_between_steps_and_processes() -> None:
     seeds = {step_seed(1, step, process) for step in range(50) for process in range(8)}
     assert len(seeds) == 400
     assert max(seeds) < math.pow(2, 63)
+
+
+def test_a_learning_rate_of_zero_keeps_what_it_names(tmp_path: Path) -> None:
+    config = LoopConfig(out=tmp_path, steps=3, lr=1e-2, warmup=1, ema_decay=0.0, lr_scales={"layer.bias": 0.0})
+    best = train(Regression(), config, accelerator=Accelerator(cpu=True), batch=batch)
+    start = Regression()
+    assert torch.equal(best.layer.bias, start.layer.bias)
+    assert not torch.equal(best.layer.weight, start.layer.weight)
