@@ -1,9 +1,22 @@
-"""Where rollouts run when no Devices node says so."""
+"""Where rollouts run: the Devices node, and what holds when none is connected."""
+
+import re
+from functools import lru_cache
+from typing import Any
 
 import comfy.model_management
 import torch
+from comfy.cli_args import args
+from comfy_api.latest import io
 
+from flashforward_core.engine.placement import LAYOUTS, ORDERS
 from flashforward_core.engine.rollout import DevicePlan
+
+from .sockets import CATEGORY, DevicesSocket, expert
+
+AUTO = "auto"
+MAX_LANES = 64
+_ENTRY = re.compile(r"[a-z]+(?::\d+)?(?:\*(\d+))?")
 
 
 def default_device() -> torch.device:
@@ -14,3 +27,87 @@ def default_device() -> torch.device:
 def default_devices() -> DevicePlan:
     """Run on ComfyUI's own device."""
     return DevicePlan(devices=(str(default_device()),))
+
+
+def device_plan(*, devices: str = AUTO, layout: str = AUTO, order: str = ORDERS[0]) -> DevicePlan:
+    """Read the Devices node's values; ``ValueError`` names what cannot be read.
+
+    Devices that this machine lacks are no error: a workflow survives opening elsewhere (see ``DevicePlan.resolve``).
+    """
+    if layout != AUTO and layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} is unknown; use one of: {', '.join([AUTO, *LAYOUTS])}")
+    if order not in ORDERS:
+        raise ValueError(f"order={order!r} is unknown; use one of: {', '.join(ORDERS)}")
+    entries = [part.strip().lower() for part in devices.split(",")]
+    lanes = sum(_lanes(entry, devices=devices) for entry in entries)
+    if lanes > MAX_LANES:
+        raise ValueError(f"devices={devices!r} asks for {lanes} lanes, above {MAX_LANES}; use fewer")
+    if args.cpu:  # ComfyUI was told to leave the GPUs alone, so "all of them" is none
+        entries = ["cpu" if entry == AUTO else entry for entry in entries]
+    return DevicePlan(devices=tuple(entries), layout=layout, order=order)
+
+
+def _lanes(entry: str, *, devices: str) -> int:
+    """Count the lanes that an entry asks for; ``auto`` is at least one."""
+    match = _ENTRY.fullmatch(entry)
+    count = int(match[1] or 1) if match else 0
+    if count < 1:
+        raise ValueError(
+            f"devices={devices!r} cannot be read at {entry!r}; use auto, or names with commas such as cuda:0,cuda:1 or "
+            "cpu*4 (four lanes on the CPU)"
+        )
+    return count
+
+
+@lru_cache(maxsize=64)
+def resolved(plan: DevicePlan) -> tuple[str, ...]:
+    """Return the device of each lane. A missing device is logged once per choice, not at every redraw of the page."""
+    return plan.resolve()
+
+
+class Devices(io.ComfyNode):
+    """Choose the devices that a rollout is spread over, and how."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="FlashForwardDevices",
+            display_name="Devices",
+            category=CATEGORY,
+            description="Chooses the devices that a rollout is spread over. The video is the same on any of them; only "
+            "the time changes. Connect it to Plan, whose timeline shows what it gains.",
+            inputs=[
+                io.String.Input(
+                    "devices",
+                    default=AUTO,
+                    tooltip="auto: every GPU. Or names with commas: cuda:0,cuda:1; cpu*4 is four lanes on the CPU. "
+                    "What this machine lacks is left out.",
+                ),
+                io.Combo.Input(
+                    "layout",
+                    options=[AUTO, *LAYOUTS],
+                    default=AUTO,
+                    tooltip="Where the planner goes. auto takes the shortest as simulated; interleaved: between the "
+                    "chunks; prelude: all of it first; streaming: a device of its own; single: one device.",
+                ),
+                expert(
+                    io.Combo,
+                    "order",
+                    options=list(ORDERS),
+                    default=ORDERS[0],
+                    tooltip="latency: first frames early. memory: on few devices, all chunks of a stage before the "
+                    "next stage, so that one stage's history is held at a time.",
+                ),
+            ],
+            outputs=[DevicesSocket.Output("devices_out", display_name="devices", tooltip="For Plan.")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, **inputs: Any) -> bool:
+        if isinstance(inputs.get("devices"), str):  # a linked value is known, and read, when the node runs
+            device_plan(devices=inputs["devices"])
+        return True
+
+    @classmethod
+    def execute(cls, *, devices: str, layout: str, order: str) -> io.NodeOutput:
+        return io.NodeOutput(device_plan(devices=devices, layout=layout, order=order))

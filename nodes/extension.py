@@ -2,6 +2,8 @@
 
 from comfy_api.latest import ComfyExtension, io
 
+from . import routes
+from .devices import Devices
 from .loading import EncodePrompt, LoadBackbone
 from .planning import Plan, PlanAnchors
 from .rendering import Render
@@ -12,4 +14,5 @@ class FlashForwardExtension(ComfyExtension):
     """Everything that the pack adds."""
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [LoadBackbone, EncodePrompt, Plan, PlanAnchors, Render, DecodeVideo]
+        routes.register()  # here, since ComfyUI 0.3.75 does not call on_load
+        return [LoadBackbone, EncodePrompt, Plan, PlanAnchors, Devices, Render, DecodeVideo]

@@ -104,7 +104,8 @@ class Plan(io.ComfyNode):
             raise ValueError("kv_policy is connected, and no policies exist yet; disconnect it")
         spec = build_spec(**values)
         check_size(backbone, width=spec.shape.width, height=spec.shape.height)
-        plan = PlanValue(spec=spec, devices=devices if devices is not None else default_devices())
+        where = devices if devices is not None else default_devices()
+        plan = PlanValue(spec=spec, devices=where, node_id=cls.hidden.unique_id)
         summary = describe(plan, backbone)
         show_text(summary, node_id=cls.hidden.unique_id)
         return io.NodeOutput(plan, spec.shape.latent_frames, summary, ui={"text": [summary]})
@@ -204,12 +205,16 @@ class PlanAnchors(io.ComfyNode):
     @classmethod
     def execute(cls, *, backbone: Backbone, plan: PlanValue, positive: list[list[Any]], seed: int) -> io.NodeOutput:
         spec = replace(plan.spec, seed=seed)
+        monitor = RolloutMonitor(
+            node_id=cls.hidden.unique_id, preview=preview_of(backbone), scale=8, plan=plan, planner_only=True
+        )
         anchors = plan_anchors(
             backbone,
             spec,
             prompt_texts(positive, backbone),
             devices=plan.devices,
-            on_event=RolloutMonitor(node_id=cls.hidden.unique_id, preview=preview_of(backbone), scale=8),
+            on_event=monitor,
             check_cancel=check_cancel,
         )
+        monitor.finish()
         return io.NodeOutput(anchors, to_latent(anchors.latents_BCAHW, backbone))

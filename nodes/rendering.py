@@ -63,15 +63,23 @@ class Render(io.ComfyNode):
         seed: int,
         anchors: Anchors | None = None,
     ) -> io.NodeOutput:
+        monitor = RolloutMonitor(
+            node_id=cls.hidden.unique_id,
+            preview=preview_of(backbone),
+            scale=SPATIAL_FACTOR,
+            plan=plan,
+            given_anchors=anchors is not None,
+        )
         result = render(
             backbone,
             replace(plan.spec, seed=seed),
             prompt_texts(positive, backbone),
             anchors=anchors,
             devices=plan.devices,
-            on_event=RolloutMonitor(node_id=cls.hidden.unique_id, preview=preview_of(backbone), scale=SPATIAL_FACTOR),
+            on_event=monitor,
             check_cancel=check_cancel,
         )
+        monitor.finish(timeline=result.timeline, sha256=result.sha256)
         text = f"latents sha256 {result.sha256}"
         show_text(text, node_id=cls.hidden.unique_id)
         samples = to_latent(result.latents_BCFHW, backbone)

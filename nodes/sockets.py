@@ -27,6 +27,8 @@ class PlanValue:
     spec: RolloutSpec
     """The rollout; Plan Anchors and Wavefront Render put in their seed."""
     devices: DevicePlan
+    node_id: str | None = None
+    """The Plan node, whose timeline shows what runs."""
 
 
 def expert(kind: Any, name: str, **options: Any) -> Any:

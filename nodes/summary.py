@@ -1,31 +1,218 @@
-"""What a plan will do, in words."""
+"""What a plan will do: predicted by the core's simulation, for the page and in words."""
 
-from flashforward_core.commands.simulate import predict
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashforward_core.cli import cache_folder
+from flashforward_core.commands.simulate import RESOLUTIONS
+from flashforward_core.engine.cost import CostKey, CostModel, load_cost, rounds, slot_frames
+from flashforward_core.engine.events import Timeline
+from flashforward_core.engine.placement import Placement, lanes_for, place
+from flashforward_core.engine.rollout import DevicePlan
+from flashforward_core.engine.simulate import simulate
+from flashforward_core.graph.passes import to_json
+from flashforward_core.graph.schedules import build_graph, planner_graph
+from flashforward_core.graph.task import Slot, TaskGraph
+from flashforward_core.model.config import WanConfig
 from flashforward_core.model.roles import Backbone
+from flashforward_core.specs import RolloutSpec
 
+from .devices import resolved
 from .sockets import PlanValue
 
+MAX_CHUNKS = 120
+"""Longer videos are simulated this far and carried on at the same pace: the wavefront is steady long before."""
 
-def describe(plan: PlanValue, backbone: Backbone) -> str:
-    """Say length, forwards, rounds, seconds and KV memory, one fact a line; nothing runs."""
-    spec, shape, devices = plan.spec, plan.spec.shape, plan.devices.resolve()
-    graph, placement, timeline = predict(
-        spec,
-        config=backbone.config,
-        devices=len(devices),
-        layout=plan.devices.layout,
-        order=plan.devices.order,
-        cost=None,  # none has been fitted for this machine
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One run: the render, or the planner on its own."""
+
+    graph: TaskGraph
+    placement: Placement
+    timeline: Timeline
+
+    def to_json(self) -> dict[str, Any]:
+        return {"graph": to_json(self.graph), "timeline": self.timeline.to_json()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A plan, simulated without decoding, which is a node of its own."""
+
+    spec: RolloutSpec
+    """The whole video."""
+    shown: RolloutSpec
+    """As much of it as was simulated."""
+    model: str
+    """Whose KV was counted."""
+    devices: tuple[str, ...]
+    planner: Part | None
+    """Plan Anchors' run; None when the render plans its anchors itself."""
+    render: Part
+    counts: dict[str, int]
+    """Forwards by role and kind, of the planner's run too, and their ``total``."""
+    rounds: float
+    predicted_s: float | None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all of the video was simulated."""
+        return self.shown.num_chunks == self.spec.num_chunks
+
+
+def first_chunks(spec: RolloutSpec, count: int) -> RolloutSpec:
+    """Cut a rollout after ``count`` chunks; prompts that start later go too."""
+    if spec.num_chunks <= count:
+        return spec
+    frames = count * spec.chunk_frames
+    prompts = tuple(span for span in spec.prompts if span.start < frames)
+    return replace(spec, shape=replace(spec.shape, latent_frames=frames), prompts=prompts)
+
+
+def fitted_cost(
+    spec: RolloutSpec, *, model: str, devices: tuple[str, ...], folder: Path | None = None
+) -> CostModel | None:
+    """Return the measured costs of this work on these devices, when they are alike and have been measured."""
+    names = {torch.cuda.get_device_name(name) if name.startswith("cuda") else name for name in devices}
+    if len(names) != 1:
+        return None
+    size = (spec.shape.width, spec.shape.height)
+    resolution = next((name for name, known in RESOLUTIONS.items() if known == size), f"{size[0]}x{size[1]}")
+    precision = "bf16" if devices[0].startswith("cuda") else "fp32"  # what Load Backbone's auto takes
+    key = CostKey(device=names.pop(), model=model, resolution=resolution, precision=precision)
+    return load_cost((folder or cache_folder()) / "costs.json", key=key)
+
+
+def predict_plan(
+    spec: RolloutSpec, *, devices: DevicePlan, config: WanConfig, given_anchors: bool = False
+) -> Prediction:
+    """Simulate a rollout on its devices. ``given_anchors``: Plan Anchors runs first, on its own."""
+    shown, lanes = first_chunks(spec, MAX_CHUNKS), resolved(devices)
+    cost = fitted_cost(spec, model=config.name, devices=lanes)
+    planner, render = _parts(shown, devices=devices, lanes=lanes, config=config, cost=cost, given=given_anchors)
+    counts, length, seconds = _totals(planner, render)
+    if shown is not spec:
+        half = first_chunks(spec, MAX_CHUNKS // 2)
+        before = _totals(*_parts(half, devices=devices, lanes=lanes, config=config, cost=cost, given=given_anchors))
+        more = (spec.num_chunks - MAX_CHUNKS) / (MAX_CHUNKS - half.num_chunks)
+        counts = {name: round(count + (count - before[0][name]) * more) for name, count in counts.items()}
+        length = round(length + (length - before[1]) * more)
+        seconds = None if seconds is None or before[2] is None else seconds + (seconds - before[2]) * more
+    return Prediction(
+        spec=spec,
+        shown=shown,
+        model=config.name,
+        devices=lanes,
+        planner=planner,
+        render=render,
+        counts=counts,
+        rounds=length,
+        predicted_s=seconds,
     )
-    counts = graph.counts()
+
+
+def _parts(
+    spec: RolloutSpec,
+    *,
+    devices: DevicePlan,
+    lanes: tuple[str, ...],
+    config: WanConfig,
+    cost: CostModel | None,
+    given: bool,
+) -> tuple[Part | None, Part]:
+    """Simulate what Plan Anchors runs, if it does, and what the render runs."""
+    given = given and spec.anchors is not None
+    graph = build_graph(spec, decode=False, given_anchors=given)
+    render = _part(graph, spec, lanes=lanes, layout=devices.layout, order=devices.order, config=config, cost=cost)
+    if not given:
+        return None, render
+    alone = planner_graph(spec)
+    planner = _part(alone, spec, lanes=lanes[:1], layout="single", order=devices.order, config=config, cost=cost)
+    return planner, render
+
+
+def _part(
+    graph: TaskGraph,
+    spec: RolloutSpec,
+    *,
+    lanes: tuple[str, ...],
+    layout: str,
+    order: str,
+    config: WanConfig,
+    cost: CostModel | None,
+) -> Part:
+    frame_bytes = config.kv_bytes_per_frame(spec.shape.tokens_per_frame)
+
+    def slot_bytes(slot: Slot) -> int:
+        return slot_frames(slot, spec) * frame_bytes
+
+    seconds = None if cost is None else cost.of(spec)
+    placement = place(graph, lanes=lanes_for(lanes), layout=layout, order=order, cost=seconds or rounds)
+    timeline = simulate(graph, placement=placement, seconds=seconds, slot_bytes=slot_bytes)
+    return Part(graph=graph, placement=placement, timeline=timeline)
+
+
+def _totals(planner: Part | None, render: Part) -> tuple[dict[str, int], float, float | None]:
+    """Return forwards, rounds and seconds of the parts together: they run one after the other."""
+    parts = [part for part in (planner, render) if part is not None]
+    counts = [part.graph.counts() for part in parts]
+    length = sum(part.timeline.rounds or 0 for part in parts)
+    seconds = [part.timeline.predicted_s for part in parts if part.timeline.predicted_s is not None]
+    together = {name: sum(count[name] for count in counts) for name in counts[0]}
+    return together, length, sum(seconds) if len(seconds) == len(parts) else None
+
+
+def to_page(found: Prediction) -> dict[str, Any]:
+    """Return everything that the timeline draws, as plain data."""
+    shown = found.shown
+    return {
+        **found.render.to_json(),
+        "planner": None if found.planner is None else found.planner.to_json(),
+        "summary": in_words(found),
+        "video": {
+            "latent_frames": shown.shape.latent_frames,
+            "num_chunks": found.spec.num_chunks,
+            "seconds": found.spec.shape.seconds,
+            "fps": found.spec.shape.fps,
+            "chunks": [[shown.chunk(c).start, shown.chunk(c).stop] for c in range(shown.num_chunks)],
+            "anchors": list(shown.anchor_positions()),
+            "anchor_blocks": [list(block) for block in shown.anchor_blocks()],
+            "num_stages": shown.stages.num_stages,
+        },
+        "totals": {
+            "forwards": found.counts,
+            "rounds": found.rounds,
+            "predicted_s": found.predicted_s,
+            "layout": found.render.placement.layout,
+            "model": found.model,
+            "exact": found.is_exact,
+        },
+    }
+
+
+def in_words(found: Prediction) -> str:
+    """Say length, forwards, rounds, seconds and KV memory, one fact a line."""
+    spec, shape, counts = found.spec, found.spec.shape, found.counts
     planner = counts["planner_denoise"] + counts["planner_commit"]
-    predicted = "unknown (not measured)" if timeline.predicted_s is None else f"{timeline.predicted_s:.1f} s"
+    about = "" if found.is_exact else "about "
+    predicted = "unknown (not measured)" if found.predicted_s is None else f"{about}{found.predicted_s:.1f} s"
     anchors = f", anchors: {len(spec.anchor_positions())}" if spec.anchors is not None else ""
+    peak = max(found.render.timeline.peak_kv_bytes) / 2**20
+    forwards = f"{counts['total']} forwards ({planner} planner, {counts['total'] - planner} renderer)"
     lines = [
         f"{shape.width}x{shape.height}, {shape.seconds:.2f} s: {shape.video_frames} frames at {shape.fps:g} fps",
         f"{shape.latent_frames} latent frames in {spec.num_chunks} chunks{anchors}",
-        f"{spec.schedule}: {counts['total']} forwards ({planner} planner, {counts['total'] - planner} renderer)",
-        f"{', '.join(devices)}: layout {placement.layout}, {timeline.rounds:g} rounds",
-        f"predicted time: {predicted}; KV at most {max(timeline.peak_kv_bytes) / 2**20:.0f} MiB on a device",
+        f"{spec.schedule}: {about}{forwards}",
+        f"{', '.join(found.devices)}: layout {found.render.placement.layout}, {about}{found.rounds:g} rounds",
+        f"predicted time: {predicted}; KV at most {peak:.0f} MiB on a device",
     ]
     return "\n".join(lines)
+
+
+def describe(plan: PlanValue, backbone: Backbone) -> str:
+    """Say what a plan will do; nothing runs."""
+    return in_words(predict_plan(plan.spec, devices=plan.devices, config=backbone.config))

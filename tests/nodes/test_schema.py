@@ -18,6 +18,7 @@ INPUTS = {
     "FlashForwardPlan": "backbone width height seconds fps anchor_stride schedule anchor_rule history planner_history "
     "chunk_frames sink shift devices kv_policy",
     "FlashForwardPlanAnchors": "backbone plan positive seed",
+    "FlashForwardDevices": "devices layout order",
     "FlashForwardRender": "backbone plan positive seed anchors",
     "FlashForwardDecodeVideo": "samples fps filename_prefix vae backbone",
 }
@@ -26,6 +27,7 @@ OUTPUTS = {
     "FlashForwardEncodePrompt": {"positive": "CONDITIONING"},
     "FlashForwardPlan": {"plan": "FF_PLAN", "latent_frames": "INT", "summary": "STRING"},
     "FlashForwardPlanAnchors": {"anchors": "FF_ANCHORS", "samples": "LATENT"},
+    "FlashForwardDevices": {"devices": "FF_DEVICES"},
     "FlashForwardRender": {"samples": "LATENT", "timeline": "FF_TIMELINE"},
     "FlashForwardDecodeVideo": {"video": "VIDEO"},
 }

@@ -1,0 +1,97 @@
+"""What the editor's page asks the server: a plan's timeline, before anything runs."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+from comfy_api.latest import io
+from server import PromptServer
+
+from flashforward_core.model.config import EMBEDDED, WAN_1_3B, WAN_14B, WanConfig
+
+from .devices import default_devices, device_plan
+from .loading import EMBEDDED as EMBEDDED_CHOICE
+from .planning import PLAN_VALUES, Plan, build_spec
+from .summary import predict_plan, to_page
+
+PATH = "/flashforward/plan"
+DEVICES_VALUES = ("devices", "layout", "order")
+_KINDS = {
+    io.Int.Input: (int, "whole number"),
+    io.Float.Input: (int | float, "number"),
+    io.Combo.Input: (str, "text"),
+}
+
+
+def register() -> None:
+    """Add the route to ComfyUI's server, once; the server takes it up after the packs have loaded.
+
+    Without a server (the pack is only imported) this does nothing.
+    """
+    server = getattr(PromptServer, "instance", None)
+    if server is not None and all(getattr(known, "path", None) != PATH for known in server.routes):
+        server.routes.post(PATH)(plan_route)
+
+
+async def plan_route(request: web.Request) -> web.Response:
+    """Answer with the graph and timeline of a plan; 400 and ``error`` for what cannot work."""
+    try:
+        body = await request.json()
+        return web.json_response(await asyncio.to_thread(answer, body))
+    except json.JSONDecodeError:
+        return web.json_response({"error": "the request's body is not JSON"}, status=400)
+    except ValueError as error:
+        return web.json_response({"error": str(error)}, status=400)
+
+
+def answer(body: Any) -> dict[str, Any]:
+    """Simulate what the page asks for.
+
+    ``body`` holds the Plan node's values by name, and where they are known: ``backbone`` (Load Backbone's choice),
+    the Devices node's ``devices``, ``layout`` and ``order``, and ``given_anchors`` (whether Plan Anchors runs first).
+    Raises ``ValueError`` for what cannot work.
+    """
+    if not isinstance(body, dict):
+        raise ValueError("the request's body is no JSON object; send the Plan node's values by name")
+    spec = build_spec(**_plan_values(body))
+    chosen = {name: _text(body, name) for name in DEVICES_VALUES if name in body}
+    return to_page(
+        predict_plan(
+            spec,
+            devices=device_plan(**chosen) if chosen else default_devices(),
+            config=_config(_text(body, "backbone") if "backbone" in body else EMBEDDED_CHOICE),
+            given_anchors=body.get("given_anchors") is True,
+        )
+    )
+
+
+def _plan_values(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Take the Plan node's values, checked as ComfyUI checks them before a run."""
+    entries = {entry.id: entry for entry in Plan.define_schema().inputs}
+    return {name: _checked(entries[name], body.get(name)) for name in PLAN_VALUES}
+
+
+def _checked(entry: Any, value: Any) -> Any:
+    kind, name = _KINDS[type(entry)]
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise ValueError(f"{entry.id}={value!r} is not a {name}; send the value of Plan's widget")
+    if isinstance(value, int | float) and not entry.min <= value <= entry.max:  # NaN fails too
+        raise ValueError(
+            f"{entry.id}={value:g} is outside {entry.min:g} to {entry.max:g}; use {entry.id}={entry.default:g}"
+        )
+    return value
+
+
+def _text(body: Mapping[str, Any], name: str) -> str:
+    if not isinstance(body[name], str):
+        raise ValueError(f"{name}={body[name]!r} is not a text; leave it out or send the node's value")
+    return body[name]
+
+
+def _config(backbone: str) -> WanConfig:
+    """Whose KV to count. A file's size shows only in its name before it is loaded; Wan has two sizes."""
+    if backbone == EMBEDDED_CHOICE:
+        return EMBEDDED
+    return WAN_14B if "14b" in backbone.lower() else WAN_1_3B
