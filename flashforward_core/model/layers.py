@@ -165,12 +165,13 @@ def rotate(x_BLHD: Tensor, by: Rotation) -> Tensor:
 
 
 def rotate_time(k_BNHD: Tensor, *, delta: int | Tensor, config: WanConfig) -> Tensor:
-    """Return stored rotated keys moved by ``delta`` latent frames (a number, or [N] on the keys' device).
+    """Return stored rotated keys moved by ``delta`` latent frames (a number, or on the keys' device [N] or [B, N, H]).
 
     Rotations compose, so only the time pairs turn, by the difference; rows and columns stay. Same shape and dtype.
     """
     time = config.rope_pairs[0]
-    shift = torch.as_tensor(delta, dtype=torch.float64, device=k_BNHD.device).reshape(-1, 1, 1)
+    shift = torch.as_tensor(delta, dtype=torch.float64, device=k_BNHD.device)
+    shift = shift.unsqueeze(-1) if shift.dim() == 3 else shift.reshape(-1, 1, 1)
     angles = shift * _frequencies(time, device=k_BNHD.device)
     wide = torch.promote_types(k_BNHD.dtype, torch.float32)
     by = Rotation(angles.cos().to(wide), angles.sin().to(wide))
