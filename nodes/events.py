@@ -96,9 +96,9 @@ class PageFeed:
         self._spans.append({"task": span.task, "lane": span.lane, "start_s": span.start_s, "end_s": span.end_s})
         self._counts = {"done": done, "total": total}
 
-    def add_picture(self, frame: int, image: Image.Image) -> None:
-        """Keep a picture of one latent frame, by its absolute index."""
-        self._pictures.append({"frame": frame, "image": data_url(image)})
+    def add_picture(self, kind: str, *, frame: int, image: Image.Image) -> None:
+        """Keep a picture of an ``anchor`` or a ``chunk``, by its absolute latent frame."""
+        self._pictures.append({"kind": kind, "frame": frame, "image": data_url(image)})
 
     def flush(self, *, now: bool = False) -> None:
         """Send what has come together, if it is time to."""
@@ -161,11 +161,13 @@ class RolloutMonitor:
             self._done, self._total = event.done, event.total
             self._feed.add_span(event.span, done=event.done, total=event.total)
         elif isinstance(event, ChunkReady):
-            self._show_latents([event.frames[len(event.frames) // 2]], event.latents[:, :, len(event.frames) // 2 :])
+            middle = len(event.frames) // 2
+            self._show_latents("chunk", frames=[event.frames[middle]], latents_BCFHW=event.latents[:, :, middle:])
             self._ready["chunk"] += 1
         elif isinstance(event, AnchorBlockReady):
             if self._of["anchor block"]:  # anchors that are given are known already
-                self._show_latents([self._positions[a] for a in self._blocks[event.index]], event.latents)
+                frames = [self._positions[anchor] for anchor in self._blocks[event.index]]
+                self._show_latents("anchor", frames=frames, latents_BCFHW=event.latents)
             self._ready["anchor block"] += 1
         self._show()
 
@@ -174,11 +176,11 @@ class RolloutMonitor:
         self._show(now=True)
         self._feed.done(timeline=timeline, sha256=sha256)
 
-    def _show_latents(self, frames: list[int], latents_BCFHW: Any) -> None:
+    def _show_latents(self, kind: str, *, frames: list[int], latents_BCFHW: Any) -> None:
         pictures = self._preview.frames(latents_BCFHW[:1])[0]
         self._picture = pictures[-1]
         for frame, picture in zip(frames, pictures, strict=False):
-            self._feed.add_picture(frame, to_image(picture))
+            self._feed.add_picture(kind, frame=frame, image=to_image(picture))
 
     def _show(self, *, now: bool = False) -> None:
         picture = None

@@ -1,0 +1,208 @@
+// Puts the timeline on Plan nodes: asks the server for a plan when a value changes, and shows runs as they happen.
+
+import { app } from "../../../scripts/app.js";
+import { api } from "../../../scripts/api.js";
+import { applyDone, applyPictures, applySpans, applyStop, indexPlan, noRuns, numLanes, wantedHeight } from "./timeline_model.js";
+import { TimelineView } from "./timeline_view.js";
+import { chromeTrace, exportJson } from "./timeline_words.js";
+
+const PLAN = "FlashForwardPlan";
+const DEVICES = "FlashForwardDevices";
+const LOADER = "FlashForwardLoadBackbone";
+const WIDGET = "flashforward_timeline";
+const DEBOUNCE_MS = 120;
+const timelines = new Map(); // Plan node -> its Timeline
+
+const typeOf = (node) => node?.constructor?.comfyClass ?? node?.type;
+const valuesOf = (node) =>
+  Object.fromEntries(
+    (node.widgets ?? []).filter((widget) => widget.serialize !== false && widget.name !== WIDGET).map(({ name, value }) => [name, value]),
+  );
+
+/** The node that feeds an input, looking through reroutes; null when nothing does. */
+function sourceOf(node, name) {
+  let slot = node.inputs?.findIndex((input) => input.name === name) ?? -1;
+  let from = slot < 0 ? null : node.getInputNode(slot);
+  for (let hops = 0; from && typeOf(from) === "Reroute" && hops < 50; hops += 1) from = from.getInputNode(0);
+  return from;
+}
+
+/** Whether a render that reads this plan has its anchors connected, and so does not plan them itself. */
+function anchorsAreGiven(node) {
+  const nodes = node.graph?.nodes ?? [];
+  const renders = nodes.filter((other) => /^FlashForwardRender/.test(typeOf(other)) && sourceOf(other, "plan") === node);
+  return renders.some((other) => sourceOf(other, "anchors") !== null);
+}
+
+/** Everything that the prediction depends on. */
+function requestOf(node) {
+  const body = { ...valuesOf(node), given_anchors: anchorsAreGiven(node) };
+  const devices = sourceOf(node, "devices");
+  if (typeOf(devices) === DEVICES) Object.assign(body, valuesOf(devices));
+  const backbone = sourceOf(node, "backbone");
+  if (typeOf(backbone) === LOADER) body.backbone = valuesOf(backbone).backbone;
+  return body;
+}
+
+class Timeline {
+  constructor(node) {
+    this.node = node;
+    this.view = new TimelineView();
+    this.runs = noRuns();
+    this.index = null;
+    this.asked = "";
+    this.timer = 0;
+    this.abort = null;
+    const options = { serialize: false, hideOnZoom: false, getMinHeight: () => this.height(), getValue: () => "", setValue() {} };
+    this.widget = node.addDOMWidget(WIDGET, "flashforward", this.view.element, options);
+    this.widget.serialize = false; // saved workflows hold values by position: this one is none
+    this.view.canvas.addEventListener("wheel", (event) => app.canvas.processMouseWheel(event));
+  }
+
+  height() {
+    return wantedHeight(this.index ? numLanes(this.index, this.runs) : 1);
+  }
+
+  /** Ask for a new plan if a value has changed; the last of several quick changes wins. */
+  check() {
+    this.view.checkZoom();
+    const body = JSON.stringify(requestOf(this.node));
+    if (body === this.asked) return;
+    this.asked = body;
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.ask(body), DEBOUNCE_MS);
+  }
+
+  async ask(body) {
+    this.abort?.abort();
+    this.abort = new AbortController();
+    try {
+      const options = { method: "POST", body, headers: { "Content-Type": "application/json" }, signal: this.abort.signal };
+      const response = await api.fetchApi("/flashforward/plan", options);
+      const answer = await response.json();
+      if (body === this.asked) this.take(response.ok, answer);
+    } catch (error) {
+      if (error.name !== "AbortError" && body === this.asked) this.view.setError("the server does not answer");
+    }
+  }
+
+  take(isPlan, answer) {
+    if (!isPlan) {
+      this.view.setError(answer.error ?? "the server cannot predict this plan");
+      return;
+    }
+    this.index = indexPlan(answer);
+    this.setRuns(noRuns()); // what ran was another plan
+    this.view.setPlan(this.index);
+    this.fit();
+  }
+
+  setRuns(runs) {
+    this.runs = runs;
+    this.view.setRuns(runs);
+  }
+
+  /** Make room for the lanes; never take any away that the artist gave. */
+  fit() {
+    const [width, height] = this.node.computeSize();
+    if (this.node.size[1] < height) this.node.setSize([Math.max(this.node.size[0], width), height]);
+    this.node.setDirtyCanvas(true, true);
+  }
+
+  async export(kind) {
+    const png = kind === "png";
+    const text = { json: exportJson, trace: chromeTrace }[kind]?.(this.index, this.runs);
+    const blob = png ? await this.view.toPng() : new Blob([text], { type: "application/json" });
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(blob);
+    link.download = { png: "timeline.png", json: "timeline.json", trace: "timeline-trace.json" }[kind];
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  }
+
+  dispose() {
+    clearTimeout(this.timer);
+    this.abort?.abort();
+    this.view.dispose();
+  }
+}
+
+/** Find the timeline of a Plan by the id that the server knows, which is a path through subgraphs. */
+function timelineOf(id) {
+  for (const [node, timeline] of timelines) {
+    if (String(node.id) === String(id).split(":").at(-1) && node.graph) return timeline;
+  }
+  return null;
+}
+
+function follow(event, apply) {
+  api.addEventListener(event, ({ detail }) => {
+    const timeline = timelineOf(detail.plan);
+    if (timeline?.index) timeline.setRuns(apply(timeline.runs, detail));
+  });
+}
+
+function attach(node) {
+  const timeline = new Timeline(node);
+  timelines.set(node, timeline);
+  const chain = (target, name, after) => {
+    const before = target[name];
+    target[name] = function (...rest) {
+      const result = before?.apply(this, rest);
+      after();
+      return result;
+    };
+  };
+  const soon = () => queueMicrotask(() => timeline.check());
+  for (const widget of node.widgets ?? []) if (widget !== timeline.widget) chain(widget, "callback", soon);
+  chain(node, "onConfigure", soon);
+  chain(node, "onConnectionsChange", soon);
+  chain(node, "onDrawForeground", () => timeline.check()); // also sees what changes on other nodes
+  chain(node, "onRemoved", () => {
+    timeline.dispose();
+    timelines.delete(node);
+  });
+  soon();
+}
+
+function repaintOnThemeChange() {
+  const repaint = () => timelines.forEach(({ view }) => view.invalidate());
+  const observer = new MutationObserver(repaint);
+  for (const element of [document.documentElement, document.body]) {
+    observer.observe(element, { attributes: true, attributeFilter: ["class", "style"] });
+  }
+}
+
+app.registerExtension({
+  name: "FlashForward.Timeline",
+
+  setup() {
+    follow("flashforward.span", applySpans);
+    follow("flashforward.preview", applyPictures);
+    follow("flashforward.done", applyDone);
+    for (const end of ["execution_interrupted", "execution_error"]) {
+      api.addEventListener(end, () => timelines.forEach((timeline) => timeline.setRuns(applyStop(timeline.runs))));
+    }
+    repaintOnThemeChange();
+  },
+
+  nodeCreated(node) {
+    if (typeOf(node) === PLAN) attach(node);
+  },
+
+  getNodeMenuItems(node) {
+    const timeline = timelines.get(node);
+    if (!timeline?.index) return [];
+    const item = (content, kind) => ({ content, callback: () => timeline.export(kind) });
+    return [
+      item("Save timeline as PNG", "png"),
+      item("Save timeline as JSON", "json"),
+      item("Save timeline as Chrome trace", "trace"),
+    ];
+  },
+});
+
+/** For the browser's console and tests: what the timeline of a Plan node shows. */
+export function timelineFor(node) {
+  return timelines.get(node) ?? null;
+}
