@@ -4,9 +4,12 @@ Each entry calls its kernel itself. PyTorch's own choice (``sdpa_kernel`` and th
 whole process, so a lane's thread that sets it would change the kernels of every other lane.
 """
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,10 +67,24 @@ def _math(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
     return torch.ops.aten._scaled_dot_product_attention_math(q, k, v)[0].transpose(1, 2)
 
 
-def _fa3(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
-    from flash_attn_interface import flash_attn_func
+FA3_MODULES = ("fa3_fwd_interface", "flash_attn_interface")
+"""FlashAttention-3's forward-only wheel, and its own package."""
 
-    out = flash_attn_func(q_BLHD, k_BNHD, v_BNHD)
+
+def _fa3_module() -> str | None:
+    return next((name for name in FA3_MODULES if importlib.util.find_spec(name) is not None), None)
+
+
+@cache
+def _fa3_kernel() -> Callable[..., Any]:
+    name = _fa3_module()
+    assert name is not None, "FlashAttention-3 is used where it is not installed"
+    kernel: Callable[..., Any] = importlib.import_module(name).flash_attn_func
+    return kernel
+
+
+def _fa3(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
+    out = _fa3_kernel()(q_BLHD, k_BNHD, v_BNHD)
     return out[0] if isinstance(out, tuple) else out  # older releases also return the log-sum
 
 
@@ -81,8 +98,8 @@ def _needs_cuda(device: torch.device, *, capability: tuple[int, int] = (0, 0)) -
 
 
 def _fa3_obstacle(device: torch.device) -> str | None:
-    if importlib.util.find_spec("flash_attn_interface") is None:
-        return "FlashAttention-3 (flash_attn_interface) is not installed"
+    if _fa3_module() is None:
+        return "FlashAttention-3 is not installed (pip install fa3-fwd)"
     obstacle = _needs_cuda(device, capability=(9, 0))
     hopper = obstacle is None and torch.cuda.get_device_capability(device)[0] == 9
     return None if hopper else obstacle or f"it runs on Hopper only, not on {device}"
@@ -97,7 +114,7 @@ def _file(name: str, attend: AttentionFn, dtypes: tuple[torch.dtype, ...], obsta
 
 
 _file("sdpa", sdpa, (*HALF, torch.float32, torch.float64), lambda device: None)
-_file("fa3", _fa3, HALF, _fa3_obstacle)
+_file("fa3", _fa3, (torch.bfloat16,), _fa3_obstacle)  # the forward-only wheel has no float16 kernels
 _file("cudnn", _cudnn, HALF, _ampere_obstacle)
 _file("flash", _flash, HALF, _ampere_obstacle)
 _file("efficient", _efficient, (*HALF, torch.float32), _needs_cuda)

@@ -53,6 +53,15 @@ class TextContext:
     """Per block: keys and values, each [B, text_len, H, D]."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockParts:
+    """The three parts of a block around its two attentions, as functions of the block; compiled ones, say."""
+
+    before: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    between: Callable[..., tuple[Tensor, Tensor]]
+    finish: Callable[..., Tensor]
+
+
 class Attention(nn.Module):
     """Projections and norms of one attention; the kernel is an argument of whoever calls."""
 
@@ -119,6 +128,7 @@ class Block(nn.Module):
     """Self-attention, cross-attention, feed-forward.
 
     ``before`` and ``after`` are the parts around self-attention: each has a fixed token count, whatever is attended.
+    ``between`` and ``finish`` are the parts of ``after`` around cross-attention.
     """
 
     def __init__(self, config: WanConfig) -> None:
@@ -162,24 +172,24 @@ class Block(nn.Module):
         cross_attend: AttentionFn,
     ) -> Tensor:
         """Return the block's output from what self-attention gave."""
-        *_, gate_self, shift, scale, gate = self.modulation(time_BF6C)
-        x = add_gated(x_BLC, update_BLC=self.attn1.out(attended_BLHD, segments), gate_BF1C=gate_self)
-        x = x + self._attend_text(self.norm2(x).to(x.dtype), text, segments, cross_attend).to(x.dtype)
+        x, q = self.between(x_BLC, attended_BLHD, time_BF6C, segments)
+        return self.finish(x, _attend_text(q, text, segments, cross_attend), time_BF6C, segments)
+
+    def between(
+        self, x_BLC: Tensor, attended_BLHD: Tensor, time_BF6C: Tensor, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum so far and the queries for the prompt, both of ``x_BLC``'s dtype or the linears'."""
+        gate = self.modulation(time_BF6C)[2]
+        update = self.attn1.out(attended_BLHD, segments)
+        x = add_gated(x_BLC, update_BLC=update, gate_BF1C=gate)
+        return x, self.attn2.query(self.norm2(x).to(x.dtype), segments).to(update.dtype)
+
+    def finish(self, x_BLC: Tensor, attended_BLHD: Tensor, time_BF6C: Tensor, segments: Segments) -> Tensor:
+        """Return the block's output from what cross-attention gave."""
+        *_, shift, scale, gate = self.modulation(time_BF6C)
+        x = x_BLC + self.attn2.out(attended_BLHD, segments).to(x_BLC.dtype)
         h = modulate(self.norm3(x), shift_BF1C=shift, scale_BF1C=scale).to(x.dtype)
         return add_gated(x, update_BLC=self.ffn(h, segments), gate_BF1C=gate)
-
-    def _attend_text(
-        self, h_BLC: Tensor, text: tuple[KeyValue, ...], segments: Segments, cross_attend: AttentionFn
-    ) -> Tensor:
-        q = self.attn2.query(h_BLC, segments).to(text[0][0].dtype)
-        if len(text) == 1:
-            return self.attn2.out(cross_attend(q, *text[0]), segments)
-        tokens = q.shape[1] // segments[-1].stop
-        pieces = [
-            cross_attend(q[:, s.start * tokens : s.stop * tokens], *pair)
-            for s, pair in zip(segments, text, strict=True)
-        ]
-        return self.attn2.out(torch.cat(pieces, dim=1), segments)
 
     def forward(
         self,
@@ -191,11 +201,32 @@ class Block(nn.Module):
         self_attend: AttentionFn,
         cross_attend: AttentionFn,
         extend: Callable[[Tensor, Tensor], KeyValue] | None,
+        parts: BlockParts | None = None,
     ) -> Tensor:
-        q, k, v = self.before(x_BLC, time_BF6C, turn, segments)
+        q, k, v = (
+            self.before(x_BLC, time_BF6C, turn, segments)
+            if parts is None
+            else parts.before(self, x_BLC, time_BF6C, turn, segments)
+        )
         if extend is not None:
             k, v = extend(k, v)
-        return self.after(x_BLC, self_attend(q, k, v), time_BF6C, text, segments, cross_attend)
+        attended = self_attend(q, k, v)
+        if parts is None:
+            return self.after(x_BLC, attended, time_BF6C, text, segments, cross_attend)
+        x, q = parts.between(self, x_BLC, attended, time_BF6C, segments)
+        return parts.finish(self, x, _attend_text(q, text, segments, cross_attend), time_BF6C, segments)
+
+
+def _attend_text(q_BLHD: Tensor, text: tuple[KeyValue, ...], segments: Segments, cross_attend: AttentionFn) -> Tensor:
+    """Attend to each segment's own prompt."""
+    q = q_BLHD.to(text[0][0].dtype)
+    if len(text) == 1:
+        return cross_attend(q, *text[0])
+    tokens = q.shape[1] // segments[-1].stop
+    pieces = [
+        cross_attend(q[:, s.start * tokens : s.stop * tokens], *pair) for s, pair in zip(segments, text, strict=True)
+    ]
+    return torch.cat(pieces, dim=1)
 
 
 class TwoLinears(nn.Module):
@@ -272,12 +303,14 @@ class CausalWanTransformer(nn.Module):
         self_attend: AttentionFn | None = None,
         cross_attend: AttentionFn | None = None,
         checkpoint_blocks: bool = False,
+        parts: BlockParts | None = None,
     ) -> Tensor:
         """Return the velocity v_BCFHW, in the dtype of the output layer's weights.
 
         ``timestep_BF`` is 1000·sigma per latent frame; ``frames`` [F] holds absolute latent indices on the model's
         device. Exactly one of ``role`` (the whole sequence) and ``segments`` (one TextContext each) is given. Without
-        ``kv`` the sequence attends to itself only. ``checkpoint_blocks`` recomputes blocks in the backward pass.
+        ``kv`` the sequence attends to itself only. ``checkpoint_blocks`` recomputes blocks in the backward pass; ``parts`` are
+        what to run the blocks with instead of their own methods.
         """
         segments = self._segments(segments, role=role, num_frames=x_BCFHW.shape[2])
         texts = (text,) if isinstance(text, TextContext) else tuple(text)
@@ -291,7 +324,7 @@ class CausalWanTransformer(nn.Module):
         for index, block in enumerate(self.blocks):
             extend = None if kv is None else partial(kv.extend, index)
             pairs = tuple(t.pairs[index] for t in texts)
-            args = (x, time_BF6C, turn, pairs, segments, self_attend or sdpa, cross_attend or sdpa, extend)
+            args = (x, time_BF6C, turn, pairs, segments, self_attend or sdpa, cross_attend or sdpa, extend, parts)
             x = checkpoint(block, *args, use_reentrant=False) if checkpoint_blocks else block(*args)
         return self._velocity(x, time_BFC, rows=rows, columns=columns)
 
