@@ -10,10 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..graph.task import ForwardTask, Role, Slot, Space, TaskGraph
-from ..kv.bank import BankShape, LaneBanks, Ledger
-from ..kv.pages import kv_slots, plan_pages
+from ..kv.bank import BankShape, Home, LaneBanks, Ledger
+from ..kv.pages import kv_slots
 from ..model.attention import resolve_attention
 from ..model.roles import Backbone
 from ..model.vae import StreamingDecoder
@@ -22,6 +23,7 @@ from .events import AnchorBlockReady, ChunkReady, Event, FramesReady, TaskFinish
 from .lanes import CallerLane, Lane, LaneTensor, Signals, open_lanes
 from .ops import OPS, LaneState, RunInputs
 from .placement import Placement
+from .reuse import Resume, kept_kv, whole
 from .simulate import run_lanes
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,18 @@ class RunReport:
     """In the order of their starts; lanes as in the placement."""
     peak_kv_bytes: tuple[int, ...]
     """Most bytes that each lane's banks had at once."""
+    kept: Mapping[Slot, Tensor]
+    """Pages that were to be kept, on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class _HostPage:
+    """A page from an earlier run, which banks copy as they copy another lane's."""
+
+    page: Tensor
+
+    def home(self, slot: Slot) -> Tensor:
+        return self.page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +68,18 @@ class _Run:
     """One rollout under way: its slots, its banks, and what has finished."""
 
     def __init__(
-        self, graph: TaskGraph, inputs: RunInputs, backbone: Backbone, *, lanes: Sequence[Lane], poison: bool
+        self, resume: Resume, inputs: RunInputs, backbone: Backbone, *, lanes: Sequence[Lane], poison: bool
     ) -> None:
-        self.graph = graph
+        self.graph = graph = resume.graph
         self.inputs = inputs
-        plan = plan_pages(inputs.spec, graph)
+        self.keep = resume.keep
+        self.kept: dict[Slot, Tensor] = {}
+        plan = resume.pages
         self.ledger = Ledger(graph.tasks, plan)
         self.values: dict[Slot, LaneTensor] = {}
-        self.homes: dict[Slot, LaneBanks] = {}
+        self.homes: dict[Slot, Home] = {slot: _HostPage(page) for slot, page in resume.kv.items()}
         self.began = time.perf_counter()
-        shape = _bank_shape(backbone, inputs)
+        shape = bank_shape(backbone, inputs)
         devices: dict[torch.device, Backbone] = {}
         self.states: list[LaneState] = []
         for lane in lanes:
@@ -83,6 +99,7 @@ class _Run:
         outputs = OPS[task.kind](task, self.inputs, state, self.values, self.homes)
         ready = self._ready(task, outputs)
         state.lane.synchronise()
+        self.kept.update({slot: state.banks.home(slot).to("cpu", copy=True) for slot in kept_kv(task, self.keep)})
         self.values.update({slot: LaneTensor(state.lane.name, value) for slot, value in outputs.items()})
         self.homes.update(dict.fromkeys(kv_slots(task.writes), state.banks))
         for slot in self.ledger.finish(task):
@@ -106,7 +123,8 @@ class _Run:
 
     def report(self, spans: Sequence[TaskSpan]) -> RunReport:
         peaks = tuple(state.banks.peak_bytes for state in self.states)
-        return RunReport(spans=tuple(sorted(spans, key=lambda span: span.start_s)), peak_kv_bytes=peaks)
+        in_order = tuple(sorted(spans, key=lambda span: span.start_s))
+        return RunReport(spans=in_order, peak_kv_bytes=peaks, kept=self.kept)
 
     def free(self) -> None:
         """Drop latents, contexts and banks."""
@@ -148,7 +166,7 @@ def run_sequential(
     """
     by_id = graph.by_id()
     lane = CallerLane(device=device_of(backbone))
-    run = _Run(graph, inputs, backbone, lanes=[lane], poison=poison)
+    run = _Run(whole(graph, inputs.spec), inputs, backbone, lanes=[lane], poison=poison)
     deliver = _Delivery(on_event)
     try:
         for task_id in order or by_id:
@@ -177,12 +195,13 @@ def run_placed(
     check_cancel: Callable[[], None] | None = None,
     before_task: Callable[[ForwardTask], None] | None = None,
     poison: bool = False,
+    resume: Resume | None = None,
 ) -> RunReport:
     """Run ``graph`` on one thread per lane. Callbacks run on the calling thread, except ``before_task``.
 
     Whatever a callback raises stops every lane within one forward and then propagates; so does a task's error, as
     ``TaskFailed``. Threads are joined and banks are freed in every case. ``before_task`` runs on the lane's thread
-    before each task.
+    before each task. ``resume`` says what of a larger rollout ``graph`` is, and brings the rest's KV.
     """
     run_lanes(graph, placement=placement, cost=rounds)  # asserts that lanes never wait for each other in a circle
     signals = Signals()
@@ -190,7 +209,7 @@ def run_placed(
     deliver = _Delivery(on_event)
     by_id = graph.by_id()
     with open_lanes([(lane.name, lane.device) for lane in placement.lanes]) as lanes:
-        run = _Run(graph, inputs, backbone, lanes=lanes, poison=poison)
+        run = _Run(resume or whole(graph, inputs.spec), inputs, backbone, lanes=lanes, poison=poison)
         step = partial(_step, run=run, signals=signals, inbox=inbox, before_task=before_task)
         try:
             for index, task_ids in enumerate(placement.order):
@@ -274,7 +293,7 @@ def backbone_on(backbone: Backbone, device: torch.device) -> Backbone:
         return replace(backbone, models=models, vae=None if vae is None else vae.to(device))
 
 
-def _bank_shape(backbone: Backbone, inputs: RunInputs) -> BankShape:
+def bank_shape(backbone: Backbone, inputs: RunInputs) -> BankShape:
     config = backbone.config
     return BankShape(
         batch=inputs.batch,

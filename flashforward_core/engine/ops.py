@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..flow import keyed_noise_frames, predict_x0, renoise, timestep
 from ..graph.task import ForwardTask, Kind, Role, Slot, Space
-from ..kv.bank import LaneBanks
+from ..kv.bank import Home, LaneBanks
 from ..model.attention import AttentionBackend
 from ..model.transformer import CausalWanTransformer, TextContext
 from ..model.vae import StreamingDecoder
@@ -29,7 +29,11 @@ class RunInputs:
     texts: Sequence[Tensor]
     """Prompt embeddings [B, text_len, text_dim], indexed by ``PromptSpan.prompt``."""
     given: Mapping[Slot, Tensor] = field(default_factory=dict)
-    """Finished anchors, one slot per anchor block, [B, C, anchors, h, w] on the CPU."""
+    """Finished latents [B, C, F, h, w] on the CPU: anchor blocks, or chunks of an earlier run; only to be read."""
+    pinned: Mapping[int, Tensor] = field(default_factory=dict)
+    """Anchors [B, C, h, w] on the CPU that stay as they are while the rest of their block is denoised, by index."""
+    anchor_seeds: Mapping[int, int] = field(default_factory=dict)
+    """Seeds of anchors whose noise is not the rollout's, by index."""
 
     @property
     def batch(self) -> int:
@@ -63,8 +67,8 @@ class LaneState:
 
 Values = Mapping[Slot, LaneTensor]
 """Everything that is written and still needed, except KV."""
-Homes = Mapping[Slot, LaneBanks]
-"""The banks that each KV slot was written into."""
+Homes = Mapping[Slot, Home]
+"""Where each KV slot is: the banks that it was written into, or an earlier run's page."""
 Op = Callable[[ForwardTask, RunInputs, LaneState, Values, Homes], dict[Slot, Any]]
 
 
@@ -80,6 +84,7 @@ def denoise(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Valu
             f"{unit} {task.index} is not finite after stage {task.stage} (weights {state.banks.dtype}, "
             f"attention {state.attention.name}); use weight_dtype=fp32 or another attention"
         )
+    x0 = _pin(x0, task, inputs)
     level = task.stage + 1
     if level < len(sigmas) - 1:
         x0 = renoise(x0, _noise(task, inputs, state, level=level), sigma=sigmas[level])
@@ -117,13 +122,35 @@ def _latents(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Val
     return latents
 
 
+def _pin(x0_BCFHW: Tensor, task: ForwardTask, inputs: RunInputs) -> Tensor:
+    """Put pinned anchors where they belong, so that the rest of their block sees them at the next noise level."""
+    if task.role is not Role.PLANNER or not inputs.pinned:
+        return x0_BCFHW
+    frames = list(x0_BCFHW.unbind(2))
+    for place, anchor in enumerate(inputs.spec.anchor_blocks()[task.index]):
+        if anchor in inputs.pinned:
+            frames[place] = inputs.pinned[anchor].to(x0_BCFHW)
+    return torch.stack(frames, dim=2)
+
+
 def _noise(task: ForwardTask, inputs: RunInputs, state: LaneState, *, level: int) -> Tensor:
     """Return keyed noise for every latent frame of ``task``; row b of the batch has the seed ``spec.seed + b``."""
     shape = inputs.spec.shape
     size = (state.models[Role.RENDERER].config.channels, shape.latent_height, shape.latent_width)
-    seeds = range(inputs.spec.seed, inputs.spec.seed + inputs.batch)
     purpose = "anchor" if task.role is Role.PLANNER else "render"
-    return keyed_noise_frames(seeds, purpose, inputs.frames_of(task), level, size).to(state.lane.device, state.dtype)
+    noise = [
+        keyed_noise_frames(range(seed, seed + inputs.batch), purpose, [frame], level, size)
+        for seed, frame in zip(_seeds(task, inputs), inputs.frames_of(task), strict=True)
+    ]
+    return torch.cat(noise, dim=2).to(state.lane.device, state.dtype)
+
+
+def _seeds(task: ForwardTask, inputs: RunInputs) -> list[int]:
+    """Return the seed of each latent frame's noise."""
+    seed = inputs.spec.seed
+    if task.role is not Role.PLANNER:
+        return [seed] * len(inputs.frames_of(task))
+    return [inputs.anchor_seeds.get(anchor, seed) for anchor in inputs.spec.anchor_blocks()[task.index]]
 
 
 def _forward(

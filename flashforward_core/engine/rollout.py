@@ -9,57 +9,37 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..graph.schedules import build_graph, planner_graph, spec_for
+from ..graph.schedules import build_graph
 from ..graph.task import Slot, Space, TaskGraph
 from ..model.roles import Backbone
 from ..model.vae import StreamingDecoder, VaeState
 from ..specs import RolloutSpec
+from .anchors import Anchors, check_anchors, plan_anchors, reseed
 from .cost import rounds
-from .events import AnchorBlockReady, ChunkReady, Event, Timeline
-from .executor import RunReport, run_placed
+from .events import AnchorBlockReady, ChunkReady, Event, TaskFinished, Timeline
+from .executor import RunReport, bank_shape, run_placed
+from .inputs import checked_inputs, empty_latents
 from .lanes import DevicePlan
 from .ops import RunInputs
 from .placement import Placement, lanes_for, place
+from .reuse import Resume, Reused, remember, resume, whole
 from .simulate import run_lanes
 
-__all__ = ["Anchors", "DevicePlan", "RenderResult", "plan_anchors", "render", "stream_decode"]
+__all__ = [
+    "Anchors",
+    "DevicePlan",
+    "RenderResult",
+    "Reused",
+    "plan_anchors",
+    "render",
+    "reseed",
+    "stream_decode",
+]
 
 log = logging.getLogger(__name__)
 
 Callback = Callable[[Event], None]
 CheckCancel = Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Anchors:
-    """Planned latent frames that a render reads and never copies."""
-
-    latents_BCAHW: Tensor
-    """Normalised, float32 on the CPU; A counts anchors. Only to be read."""
-    positions: tuple[int, ...]
-    """Absolute latent index of each anchor, rising."""
-    spec: RolloutSpec
-    """What they were planned for, seed included."""
-    locked: tuple[bool, ...]
-    """Whether each anchor is to stay as it is when others are planned again."""
-
-    def __post_init__(self) -> None:
-        count = self.latents_BCAHW.shape[2]
-        assert count == len(self.positions) == len(self.locked), "one latent, position and lock per anchor"
-
-    @property
-    def seed(self) -> int:
-        return self.spec.seed
-
-    def slots(self) -> dict[Slot, Tensor]:
-        """Return the graph inputs that these latents are, one per anchor block."""
-        level, blocks = self.spec.stages.num_stages, self.spec.anchor_blocks()
-        return {
-            Slot(space=Space.ANCHOR_LATENT, index=index, level=level): self.latents_BCAHW[
-                :, :, block[0] : block[-1] + 1
-            ]
-            for index, block in enumerate(blocks)
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,39 +49,11 @@ class RenderResult:
     latents_BCFHW: Tensor
     """Normalised, float32 on the CPU."""
     timeline: Timeline
-    """Measured."""
+    """Measured; what was reused is not on it."""
     sha256: str
-    """Of the latents' bytes: the same for any number of devices, layout and order."""
-
-
-def plan_anchors(
-    backbone: Backbone,
-    spec: RolloutSpec,
-    texts: Sequence[Tensor],
-    *,
-    devices: DevicePlan = DevicePlan(),  # noqa: B008 (frozen)
-    on_event: Callback | None = None,
-    check_cancel: CheckCancel | None = None,
-) -> Anchors:
-    """Run the planner alone, on the first device: its forwards follow one another.
-
-    ``texts`` and the callbacks are as for ``render``. Raises ``ValueError`` for a schedule without anchors.
-    """
-    inputs = _inputs(backbone, spec, texts)
-    graph = planner_graph(inputs.spec)
-    placement = place(graph, lanes=lanes_for(devices.resolve()[:1]), layout="single", order=devices.order)
-    positions = inputs.spec.anchor_positions()
-    out = _empty_latents(backbone, inputs, frames=len(positions))
-    blocks = inputs.spec.anchor_blocks()
-
-    def keep(event: Event) -> None:
-        if isinstance(event, AnchorBlockReady):
-            out[:, :, blocks[event.index][0] : blocks[event.index][-1] + 1] = event.latents
-        if on_event is not None:
-            on_event(event)
-
-    _run(graph, inputs=inputs, backbone=backbone, placement=placement, on_event=keep, check_cancel=check_cancel)
-    return Anchors(latents_BCAHW=out, positions=positions, spec=inputs.spec, locked=(False,) * len(positions))
+    """Of the latents' bytes: the same for any number of devices, layout and order, and whatever was reused."""
+    reused: Reused = Reused()  # noqa: RUF009 (frozen)
+    """What came from earlier renders."""
 
 
 def render(
@@ -112,6 +64,7 @@ def render(
     anchors: Anchors | None = None,
     devices: DevicePlan = DevicePlan(),  # noqa: B008 (frozen)
     decode: bool = False,
+    reuse_bytes: int = 0,
     on_event: Callback | None = None,
     check_cancel: CheckCancel | None = None,
 ) -> RenderResult:
@@ -120,30 +73,36 @@ def render(
     ``texts`` are prompt embeddings [B, text_len, text_dim], indexed by ``PromptSpan.prompt``; row b of the batch has
     the seed ``spec.seed + b``. With ``decode``, frames arrive as ``FramesReady`` events, in order. ``on_event`` and
     ``check_cancel`` run on the calling thread, the latter at least every 50 ms; what they raise stops every lane within
-    one forward and propagates. Raises ``ValueError`` for inputs that do not fit, ``TaskFailed`` when a task fails.
+    one forward and propagates. ``reuse_bytes`` of host memory hold what later renders with this backbone can go on
+    from (see ``engine.reuse``); reused chunks arrive as events too, first. 0 reuses nothing and drops what is held.
+    Raises ``ValueError`` for inputs that do not fit, ``TaskFailed`` when a task fails.
     """
     inputs = _inputs(backbone, spec, texts, anchors=anchors)
     if decode and backbone.vae is None:
         raise ValueError("decode=True needs a backbone with an autoencoder; load one, or decode the latents elsewhere")
     graph = build_graph(inputs.spec, decode=decode, given_anchors=anchors is not None)
     lanes = lanes_for(devices.resolve())
-    placement = place(graph, lanes=lanes, layout=devices.layout, order=devices.order)
-    out = _empty_latents(backbone, inputs, frames=inputs.spec.shape.latent_frames)
-
-    def keep(event: Event) -> None:
-        if isinstance(event, ChunkReady):
-            out[:, :, event.frames.start : event.frames.stop] = event.latents
-        if on_event is not None:
-            on_event(event)
-
+    run = _resume(graph, inputs, backbone, devices=tuple(lane.device for lane in lanes), reuse_bytes=reuse_bytes)
+    placement = place(run.graph, lanes=lanes, layout=devices.layout, order=devices.order)
+    out = empty_latents(backbone, inputs, frames=inputs.spec.shape.latent_frames)
+    events = _Events(out, inputs.spec, on_event=on_event, skipped=len(graph) - len(run.graph))
     began = time.perf_counter()
-    report = _run(
-        graph, inputs=inputs, backbone=backbone, placement=placement, on_event=keep, check_cancel=check_cancel
+    events.replay(run)
+    report = run_placed(
+        run.graph,
+        inputs=replace(inputs, given={**inputs.given, **run.latents}),
+        backbone=backbone,
+        placement=placement,
+        on_event=events,
+        check_cancel=check_cancel,
+        resume=run,
     )
+    if reuse_bytes:
+        remember(run, store=backbone.store, latents=events.latents, kv=report.kept, budget=reuse_bytes)
     digest = latents_sha256(out)
-    _log_rollout(inputs.spec, placement, seconds=time.perf_counter() - began, sha256=digest)
-    timeline = _measured(graph, placement=placement, report=report)
-    return RenderResult(latents_BCFHW=out, timeline=timeline, sha256=digest)
+    _log_rollout(inputs.spec, placement, seconds=time.perf_counter() - began, sha256=digest, reused=run.reused)
+    timeline = _measured(run.graph, placement=placement, report=report)
+    return RenderResult(latents_BCFHW=out, timeline=timeline, sha256=digest, reused=run.reused)
 
 
 def stream_decode(
@@ -175,77 +134,57 @@ def latents_sha256(latents: Tensor) -> str:
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()
 
 
-def _run(
-    graph: TaskGraph,
-    *,
-    inputs: RunInputs,
-    backbone: Backbone,
-    placement: Placement,
-    on_event: Callback,
-    check_cancel: CheckCancel | None,
-) -> RunReport:
-    return run_placed(
-        graph, inputs=inputs, backbone=backbone, placement=placement, on_event=on_event, check_cancel=check_cancel
-    )
-
-
-def _inputs(
-    backbone: Backbone, spec: RolloutSpec, texts: Sequence[Tensor], *, anchors: Anchors | None = None
-) -> RunInputs:
-    """Check that everything fits together; raise ``ValueError`` that says what does not."""
-    spec = spec_for(spec)
-    _check_texts(backbone, spec, texts)
-    shape = spec.shape
-    if backbone.size is not None and backbone.size != (shape.width, shape.height):
-        width, height = backbone.size
-        raise ValueError(
-            f"size={shape.width}x{shape.height} does not fit the backbone, which makes {width}x{height} only; "
-            f"use width={width}, height={height}"
-        )
-    inputs = RunInputs(spec=spec, texts=texts)
+def _inputs(backbone: Backbone, spec: RolloutSpec, texts: Sequence[Tensor], *, anchors: Anchors | None) -> RunInputs:
+    inputs = checked_inputs(backbone, spec, texts)
     if anchors is None:
         return inputs
-    _check_anchors(inputs, anchors)
-    return replace(inputs, given=replace(anchors, spec=spec).slots())
+    check_anchors(inputs, anchors)
+    return replace(inputs, given=replace(anchors, spec=inputs.spec).slots())
 
 
-def _check_texts(backbone: Backbone, spec: RolloutSpec, texts: Sequence[Tensor]) -> None:
-    needed = max(span.prompt for span in spec.prompts)
-    if needed >= len(texts):
-        raise ValueError(f"prompts use prompt {needed}, but texts hold {len(texts)}; give one embedding per prompt")
-    rows = (backbone.config.text_len, backbone.config.text_dim)
-    for index, text in enumerate(texts):
-        if text.ndim != 3 or tuple(text.shape[1:]) != rows or text.shape[0] != texts[0].shape[0]:
-            raise ValueError(
-                f"texts[{index}] has shape {tuple(text.shape)}; the backbone takes "
-                f"({texts[0].shape[0]}, {rows[0]}, {rows[1]}): encode the prompt with this backbone's text encoder"
-            )
+def _resume(
+    graph: TaskGraph, inputs: RunInputs, backbone: Backbone, *, devices: tuple[str, ...], reuse_bytes: int
+) -> Resume:
+    if reuse_bytes < 0:
+        raise ValueError(f"reuse_bytes={reuse_bytes} is below 0; use 0 to reuse nothing")
+    if not reuse_bytes:
+        backbone.store.shrink(0)
+        return whole(graph, inputs.spec)
+    page_bytes = bank_shape(backbone, inputs).bank_bytes(frames=1)
+    return resume(graph, inputs=inputs, backbone=backbone, devices=devices, page_bytes=page_bytes, budget=reuse_bytes)
 
 
-def _check_anchors(inputs: RunInputs, anchors: Anchors) -> None:
-    spec = inputs.spec
-    if spec.anchors is None:
-        raise ValueError(f"schedule={spec.schedule!r} reads no anchors; use schedule='flashforward' or disconnect them")
-    positions = spec.anchor_positions()
-    if anchors.positions != positions:
-        raise ValueError(
-            f"anchors are at the latent frames {anchors.positions}, but the plan has them at {positions}; "
-            "plan the anchors again"
-        )
-    height, width = spec.shape.latent_height, spec.shape.latent_width
-    found = anchors.latents_BCAHW.shape
-    if (found[0], found[3], found[4]) != (inputs.batch, height, width):
-        raise ValueError(
-            f"anchors are {found[0]} x {found[4]}x{found[3]} latents, but the plan needs {inputs.batch} x "
-            f"{width}x{height}; plan the anchors again"
-        )
+class _Events:
+    """Takes a rollout's events: fills in the result, counts reused work as done, and passes them on."""
 
+    def __init__(self, out: Tensor, spec: RolloutSpec, *, on_event: Callback | None, skipped: int) -> None:
+        self.latents: dict[Slot, Tensor] = {}
+        self._out = out
+        self._spec = spec
+        self._on_event = on_event
+        self._skipped = skipped
 
-def _empty_latents(backbone: Backbone, inputs: RunInputs, *, frames: int) -> Tensor:
-    shape = inputs.spec.shape
-    size = (inputs.batch, backbone.config.channels, frames, shape.latent_height, shape.latent_width)
-    with torch.inference_mode(False):  # callers may write into the result
-        return torch.empty(size, dtype=torch.float32)
+    def replay(self, run: Resume) -> None:
+        """Tell what is there already, as if it had just been made."""
+        for slot, latents in run.latents.items():
+            if slot.space is Space.LATENT:
+                self(ChunkReady(index=slot.index, frames=self._spec.chunk(slot.index), latents=latents))
+            else:
+                self(AnchorBlockReady(index=slot.index, latents=latents))
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, ChunkReady):
+            self._out[:, :, event.frames.start : event.frames.stop] = event.latents
+            self.latents[self._slot(Space.LATENT, event.index)] = event.latents
+        elif isinstance(event, AnchorBlockReady):
+            self.latents[self._slot(Space.ANCHOR_LATENT, event.index)] = event.latents
+        elif isinstance(event, TaskFinished):
+            event = replace(event, done=event.done + self._skipped, total=event.total + self._skipped)
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def _slot(self, space: Space, index: int) -> Slot:
+        return Slot(space=space, index=index, level=self._spec.stages.num_stages)
 
 
 def _measured(graph: TaskGraph, *, placement: Placement, report: RunReport) -> Timeline:
@@ -254,14 +193,15 @@ def _measured(graph: TaskGraph, *, placement: Placement, report: RunReport) -> T
         source="measured",
         lanes=placement.lanes,
         spans=report.spans,
-        rounds=max(span.end_s for span in in_rounds),
+        rounds=max((span.end_s for span in in_rounds), default=0.0),
         peak_kv_bytes=report.peak_kv_bytes,
     )
 
 
-def _log_rollout(spec: RolloutSpec, placement: Placement, *, seconds: float, sha256: str) -> None:
+def _log_rollout(spec: RolloutSpec, placement: Placement, *, seconds: float, sha256: str, reused: Reused) -> None:
     log.info(
-        "rollout: %dx%d, %d latent frames, %s, %s on %s: %.2f s, latents sha256 %s",
+        "rollout: %dx%d, %d latent frames, %s, %s on %s: %.2f s, reused %d of %d chunks (%d forwards), "
+        "latents sha256 %s",
         spec.shape.width,
         spec.shape.height,
         spec.shape.latent_frames,
@@ -269,5 +209,8 @@ def _log_rollout(spec: RolloutSpec, placement: Placement, *, seconds: float, sha
         placement.layout,
         ",".join(lane.device for lane in placement.lanes),
         seconds,
+        reused.chunks,
+        spec.num_chunks,
+        reused.forwards,
         sha256,
     )

@@ -10,6 +10,7 @@ Letters: B batch, L own tokens, N tokens of a bank, H heads, D head dim.
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +35,14 @@ class BankShape:
     def bank_bytes(self, frames: int) -> int:
         tokens = frames * self.frame_tokens
         return 2 * self.num_blocks * self.batch * tokens * self.num_heads * self.head_dim * self.dtype.itemsize
+
+
+class Home(Protocol):
+    """Where a KV slot can be copied from."""
+
+    def home(self, slot: Slot) -> Tensor:
+        """Return the slot's page, [2, blocks, B, tokens, H, D], only to be read."""
+        ...
 
 
 class Ledger:
@@ -118,11 +127,11 @@ class LaneBanks:
         """Of keys and values, and so of the weights."""
         return self._shape.dtype
 
-    def open(self, task: ForwardTask, homes: Mapping[Slot, "LaneBanks"]) -> BankView:
+    def open(self, task: ForwardTask, homes: Mapping[Slot, Home]) -> BankView:
         """Take ``task``'s own page, fetch the pages that are not here yet, and return what it attends to.
 
-        ``homes`` says which lane's banks a slot was written into. Raises ``AssertionError`` when a page is still
-        needed.
+        ``homes`` says where each slot was written, on which lane or in which earlier run. Raises ``AssertionError``
+        when a page is still needed.
         """
         self._sweep()
         view = self._plan.views[task.id]

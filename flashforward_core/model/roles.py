@@ -1,13 +1,14 @@
 """The two roles of one backbone: a LoRA per role on the transformer's linears, applied per segment or merged."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..graph.task import Role
+from ..store import SlotStore
 from .config import WanConfig
 from .layers import RoleLinear
 from .transformer import CausalWanTransformer
@@ -41,6 +42,8 @@ class Backbone:
     """The schedule that these weights were trained for."""
     size: tuple[int, int] | None = None
     """The only (width, height) in pixels that the weights can make, or None for any."""
+    store: SlotStore = field(default_factory=SlotStore, init=False, repr=False, compare=False)
+    """What earlier rollouts with these weights left to reuse. It goes with its handle: a changed copy starts anew."""
 
 
 def attach_roles(
