@@ -38,5 +38,8 @@ say "format, lint, types, arrows"
 say "simulate, with the system's Python"
 "$python" -m flashforward_core simulate --latent-frames 81 --devices 4 --json
 
+say "mutants: planted defects that a test must notice"
+.venv/bin/python scripts/mutants.py
+
 say "tests"
 exec .venv/bin/python -m pytest -q -m "not gpu" "$@"
