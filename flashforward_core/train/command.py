@@ -199,7 +199,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--init",
         type=Path,
-        help="start from weights: a vae folder (then only the last stage runs), an assets folder (base), a base.pt (sft)",
+        help="start from weights: a vae folder (runs the last stage only), an assets folder (base), a base.pt (sft)",
     )
     parser.add_argument("--steps", type=int, help="optimiser steps in all")
     parser.add_argument("--clips", type=int, help="clips per batch and process")
