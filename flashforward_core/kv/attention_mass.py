@@ -1,0 +1,45 @@
+"""How much attention each cached token gets from groups of queries, without a matrix of all queries and keys.
+
+Letters: B batch, G groups of queries, R queries of a group, N keys, H heads, D head dim.
+"""
+
+import torch
+from torch import Tensor
+
+from ..model.layers import at_least_fp32
+
+QUERY_BLOCK = 64
+"""Queries whose weights over all keys exist at a time."""
+
+
+def attention_mass(q_BGRHD: Tensor, k_BNHD: Tensor, *, bias_BHN: Tensor | None = None) -> Tensor:
+    """Return the mean over each group of softmax(q·k/√d + bias), [B, G, N, H]: the keys of a group sum to 1.
+
+    Computed in float32 at least; on CUDA by a Triton kernel where Triton is there, elsewhere by its twin below.
+    """
+    if q_BGRHD.is_cuda and q_BGRHD.dtype != torch.float64 and _has_triton():
+        from .kernels import attention_mass_triton
+
+        return attention_mass_triton(q_BGRHD, k_BNHD, bias_BHN=bias_BHN)
+    return attention_mass_torch(q_BGRHD, k_BNHD, bias_BHN=bias_BHN)
+
+
+def _has_triton() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("triton") is not None
+
+
+def attention_mass_torch(q_BGRHD: Tensor, k_BNHD: Tensor, *, bias_BHN: Tensor | None = None) -> Tensor:
+    """Return what ``attention_mass`` does, a block of queries at a time."""
+    k = at_least_fp32(k_BNHD)
+    q = at_least_fp32(q_BGRHD) / k.shape[-1] ** 0.5
+    bias = None if bias_BHN is None else bias_BHN.to(k.dtype).unsqueeze(2)
+    groups = []
+    for group in range(q.shape[1]):
+        total_BHN = torch.zeros_like(k[..., 0].transpose(1, 2))
+        for start in range(0, q.shape[2], QUERY_BLOCK):
+            logits = torch.einsum("brhd,bnhd->bhrn", q[:, group, start : start + QUERY_BLOCK], k)
+            total_BHN += (logits if bias is None else logits + bias).softmax(dim=-1).sum(dim=2)
+        groups.append(total_BHN.transpose(1, 2) / q.shape[2])
+    return torch.stack(groups, dim=1)
