@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Trains the embedded model on every CUDA device of this machine, within a time limit per step, continuing from the shipped
+# weights: bash scripts/train_embedded.sh OUT [VAE_S BASE_S SFT_S]. Steps that are done are skipped when it runs again.
+# The model is left in OUT/assets, its reports and log in OUT.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out="${1:?usage: train_embedded.sh OUT [VAE_S BASE_S SFT_S]}"
+vae_s="${2:-240}" base_s="${3:-250}" sft_s="${4:-600}"
+python="${PYTHON:-python3}"
+gpus="$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')"
+mkdir -p "$out"
+
+train() {
+    local step="$1" seconds="$2"
+    shift 2
+    [ -e "$out/$step.done" ] && return
+    "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m flashforward_core train "$step" \
+        --out "$out" --steps 1000000 --max-s "$seconds" "$@" 2>&1 | tee -a "$out/train.log"
+    touch "$out/$step.done"
+}
+
+train vae "$vae_s" --init flashforward_core/assets/vae --scenes 1536
+train base "$base_s" --init flashforward_core/assets --scenes 2048
+train sft "$sft_s" --scenes 2048
+echo "trained: $out/assets"
