@@ -12,31 +12,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WIDTH, HEIGHT, FPS = 192, 128, 16
-
-# sRGB in 0..1: sky at the top, sky at the horizon, light that tints the land
-SKIES: dict[str, tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]] = {
-    "dawn": ((0.45, 0.55, 0.85), (0.98, 0.80, 0.72), (0.95, 0.85, 0.85)),
-    "noon": ((0.25, 0.55, 0.95), (0.75, 0.90, 1.00), (1.00, 1.00, 1.00)),
-    "dusk": ((0.35, 0.20, 0.50), (0.98, 0.50, 0.25), (0.80, 0.60, 0.55)),
-    "night": ((0.02, 0.03, 0.12), (0.10, 0.14, 0.32), (0.40, 0.44, 0.60)),
-}
-HILLS: dict[str, tuple[float, float, float]] = {
-    "green": (0.30, 0.62, 0.25),
-    "brown": (0.55, 0.38, 0.22),
-    "snowy": (0.88, 0.92, 0.97),
-    "golden": (0.85, 0.68, 0.28),
-}
-COLOURS: dict[str, tuple[float, float, float]] = {
-    "red": (0.86, 0.12, 0.14),
-    "orange": (0.98, 0.55, 0.08),
-    "yellow": (0.98, 0.90, 0.20),
-    "blue": (0.12, 0.30, 0.92),
-    "purple": (0.58, 0.18, 0.78),
-    "white": (0.97, 0.97, 0.97),
-}
-KINDS = ("ball", "boat", "balloon", "bird")
-MOTIONS = ("bounces", "drifts left", "drifts right", "circles", "crosses left", "crosses right")
+from flashforward_core.scenes import (
+    COLOURS,
+    FAR_SHADE,
+    FPS,
+    HEIGHT,
+    HILLS,
+    HORIZON_ROW,
+    KINDS,
+    MOTIONS,
+    NEAR_SHADE,
+    SKIES,
+    WIDTH,
+    disc_colour,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,18 +196,18 @@ def render_scene(scene: Scene, frames: int, *, device: str | torch.device = "cpu
     x = torch.arange(WIDTH, device=device, dtype=torch.float32).view(1, 1, -1)
     t = (scene.time_s + torch.arange(frames, device=device, dtype=torch.float32) / FPS).view(-1, 1, 1)
     top, horizon, light = (_colour(c, device).view(3, 1, 1, 1) for c in SKIES[scene.sky])
-    image = (top + (horizon - top) * (y / 96).clamp(0, 1)).expand(3, frames, HEIGHT, WIDTH)
+    image = (top + (horizon - top) * (y / HORIZON_ROW).clamp(0, 1)).expand(3, frames, HEIGHT, WIDTH)
 
     from_light = torch.sqrt((x - scene.light_x) ** 2 + (y - scene.light_y) ** 2)
-    disc = _colour((0.93, 0.94, 0.98) if scene.sky == "night" else (1.0, 0.95, 0.70), device)
+    disc = _colour(disc_colour(scene.sky), device)
     image = _blend(image, 0.35 * torch.exp(-from_light / 22), disc)
     image = _blend(image, _cover(from_light - 11), disc)
 
     land = _colour(HILLS[scene.hills], device).view(3, 1, 1, 1) * light
     far = _cover(_ridge(scene, x, scene.scroll * 0.4 * t, near=False) - y)
     near = _cover(_ridge(scene, x, scene.scroll * t, near=True) - y)
-    image = _blend(image, far, (0.6 * land + 0.4 * horizon).flatten())
-    image = _blend(image, near, (0.85 * land).flatten())
+    image = _blend(image, far, (FAR_SHADE * land + (1 - FAR_SHADE) * horizon).flatten())
+    image = _blend(image, near, (NEAR_SHADE * land).flatten())
 
     masks: list[Tensor] = []
     for sprite in scene.sprites:

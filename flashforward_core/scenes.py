@@ -1,0 +1,108 @@
+"""What the embedded model's captions promise: the palette and the grammar of its procedural scenes. Torch-free.
+
+``train/synthetic.py`` draws by it, and ``metrics`` judges by it. Colours are sRGB in 0..1; rows count from the top.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+WIDTH, HEIGHT, FPS = 192, 128, 16
+
+Colour = tuple[float, float, float]
+
+# sky at the top, sky at the horizon, light that tints the land
+SKIES: dict[str, tuple[Colour, Colour, Colour]] = {
+    "dawn": ((0.45, 0.55, 0.85), (0.98, 0.80, 0.72), (0.95, 0.85, 0.85)),
+    "noon": ((0.25, 0.55, 0.95), (0.75, 0.90, 1.00), (1.00, 1.00, 1.00)),
+    "dusk": ((0.35, 0.20, 0.50), (0.98, 0.50, 0.25), (0.80, 0.60, 0.55)),
+    "night": ((0.02, 0.03, 0.12), (0.10, 0.14, 0.32), (0.40, 0.44, 0.60)),
+}
+HILLS: dict[str, Colour] = {
+    "green": (0.30, 0.62, 0.25),
+    "brown": (0.55, 0.38, 0.22),
+    "snowy": (0.88, 0.92, 0.97),
+    "golden": (0.85, 0.68, 0.28),
+}
+COLOURS: dict[str, Colour] = {
+    "red": (0.86, 0.12, 0.14),
+    "orange": (0.98, 0.55, 0.08),
+    "yellow": (0.98, 0.90, 0.20),
+    "blue": (0.12, 0.30, 0.92),
+    "purple": (0.58, 0.18, 0.78),
+    "white": (0.97, 0.97, 0.97),
+}
+KINDS = ("ball", "boat", "balloon", "bird")
+MOTIONS = ("bounces", "drifts left", "drifts right", "circles", "crosses left", "crosses right")
+
+HORIZON_ROW = 96  # where the sky's gradient ends
+NEAR_SHADE, FAR_SHADE = 0.85, 0.6  # of the land's colour; the far hills' rest is the horizon's haze
+SUN, MOON = (1.0, 0.95, 0.70), (0.93, 0.94, 0.98)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mover:
+    """A sprite, as a caption names it."""
+
+    colour: str
+    kind: str
+    motion: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SceneWords:
+    """What a caption of a procedural scene says."""
+
+    sky: str
+    hills: str
+    movers: tuple[Mover, ...]
+
+
+def _one_of(words: Iterable[str]) -> str:
+    return "|".join(re.escape(word) for word in words)
+
+
+_MOVER = rf"an? ({_one_of(COLOURS)}) ({_one_of(KINDS)}) ({_one_of(MOTIONS)})"
+_CAPTION = re.compile(rf"({_MOVER}(?: and {_MOVER})*) over ({_one_of(HILLS)}) hills at ({_one_of(SKIES)})\.?")
+
+
+def parse_caption(caption: str) -> SceneWords | None:
+    """Read a caption of a procedural scene; None for any other text."""
+    match = _CAPTION.fullmatch(caption.strip().lower())
+    if match is None:
+        return None
+    movers = tuple(Mover(colour=c, kind=k, motion=m) for c, k, m in re.findall(_MOVER, match[1]))
+    hills, sky = match.groups()[-2:]
+    return SceneWords(sky=sky, hills=hills, movers=movers)
+
+
+def _mix(first: Colour, second: Colour, share: float) -> Colour:
+    """Return ``first`` with a ``share`` of ``second``."""
+    red, green, blue = (a + share * (b - a) for a, b in zip(first, second, strict=True))
+    return red, green, blue
+
+
+def _tinted(hills: str, sky: str, shade: float) -> Colour:
+    red, green, blue = (shade * land * light for land, light in zip(HILLS[hills], SKIES[sky][2], strict=True))
+    return red, green, blue
+
+
+def sky_colour(sky: str, row: float) -> Colour:
+    """Return the sky's colour at a pixel row."""
+    top, horizon, _ = SKIES[sky]
+    return _mix(top, horizon, min(1.0, max(0.0, row / HORIZON_ROW)))
+
+
+def near_hill_colour(hills: str, sky: str) -> Colour:
+    """Return the colour of the near hills, which fill the picture's bottom."""
+    return _tinted(hills, sky, NEAR_SHADE)
+
+
+def far_hill_colour(hills: str, sky: str) -> Colour:
+    """Return the colour of the far hills, which the horizon's haze lightens."""
+    return _mix(SKIES[sky][1], _tinted(hills, sky, 1.0), FAR_SHADE)
+
+
+def disc_colour(sky: str) -> Colour:
+    """Return the colour of the sun or moon."""
+    return MOON if sky == "night" else SUN
