@@ -35,6 +35,13 @@ say "format, lint, types, arrows"
 .venv/bin/mypy
 .venv/bin/lint-imports
 
+if command -v node >/dev/null; then
+    say "the page's code"
+    node --test --test-reporter=dot tests/web/*.test.mjs
+else
+    say "the page's code is not tested: no node"
+fi
+
 say "simulate, with the system's Python"
 "$python" -m flashforward_core simulate --latent-frames 81 --devices 4 --json
 

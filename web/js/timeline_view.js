@@ -180,8 +180,9 @@ export class TimelineView {
     text(second, SIZES.pad, SIZES.pad + 6 + SIZES.line, theme.muted, room);
     this.paintStrip(context, theme, lit);
     this.paintLanes(context, theme, lit);
-    if (this.hover) text(describe(index, this.hover), SIZES.pad, view.infoY + 6, theme.text, room);
-    else paintLegend(context, theme, view, index);
+    if (!this.hover) paintLegend(context, theme, view, index);
+    const told = wrap(context, describe(index, this.hover), room, 2);
+    told.forEach((words, order) => text(words, SIZES.pad, view.infoY - 2 + order * SIZES.line, theme.text, room));
   }
 
   paintStrip(context, theme, lit) {
@@ -303,9 +304,9 @@ function paintLegend(context, theme, view, index) {
   let x = SIZES.pad;
   for (const [tone, words] of entries.filter(([name]) => tones.has(name))) {
     context.fillStyle = toneColour(theme, tone);
-    context.fillRect(x, view.infoY + 2, 8, 8);
+    context.fillRect(x, view.infoY, 8, 8);
     context.fillStyle = theme.muted;
-    context.fillText(words, x + 12, view.infoY + 6);
+    context.fillText(words, x + 12, view.infoY + 4);
     x += 22 + context.measureText(words).width;
   }
 }
