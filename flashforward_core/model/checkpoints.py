@@ -3,10 +3,10 @@
 Nothing here asks a network: the key converter is diffusers', the configuration is ours.
 """
 
-import pickle
 import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,53 +14,60 @@ import torch
 from torch import Tensor
 
 from .config import MODELS, WanConfig, refuse_other_models
-from .files import read_json, read_tensors, require
+from .files import read_json
+from .formats import FILE_SUFFIXES, read_shards, read_state
+from .fp8 import Fp8Linear, dequantise, hold_fp8, is_fp8, quantise, split_scales
+from .naming import ROLE_ROWS, is_original, to_diffusers, unwrap
 from .transformer import CausalWanTransformer
 
-WRAPPERS = ("generator_ema", "generator", "model", "state_dict")
-PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.")
-INFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
-ROLE_ROWS = "role_embedding.weight"
-WEIGHTS = "diffusion_pytorch_model"
+WHAT = "a Wan 2.1 transformer"
 KEEP_FP32 = ("time_embedder", "scale_shift_table", "norm", "role_embedding")
 """Parts of a name whose weights stay in float32 when the rest is half precision, as in diffusers."""
 
 WAN_HEAD_DIM = 128  # of every Wan 2.1 model; a state dict does not tell it
+WAN_22 = re.compile(r"wan[-_. ]?2[-_. ]?2|(high|low)[-_. ]?noise", re.IGNORECASE)
 
 
-def unwrap(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint without wrapper dicts and name prefixes."""
-    for wrapper in WRAPPERS:
-        if isinstance(state.get(wrapper), Mapping):
-            return unwrap(state[wrapper])
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return {_bare(name): value for name, value in tensors.items()}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A file's tensors in diffusers' naming, still as the file stores them."""
+
+    tensors: dict[str, Tensor]
+    scales: dict[str, Tensor]
+    """Of scaled fp8 weights, by the weight's name."""
+    report: str
+    """Which keys were loaded from where, in a line or two."""
 
 
-def _bare(name: str) -> str:
-    for infix in INFIXES:
-        name = name.replace(infix, "")
-    prefix = next((p for p in PREFIXES if name.startswith(p)), "")
-    return name[len(prefix) :]
+def standardise(state: Mapping[str, Any], *, source: str) -> Checkpoint:
+    """Bring a checkpoint of any wrapping and naming to diffusers' names.
+
+    ``source`` names the file in errors. Another model than a 16-channel Wan 2.1 T2V raises ``ValueError``.
+    """
+    found = unwrap(state)
+    refuse(found.tensors, source=source)
+    named = to_diffusers(found.tensors)
+    tensors, scales = split_scales(named, source=source)
+    naming = "original" if is_original(found.tensors) else "diffusers"
+    kinds = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())
+    parts = [
+        f"{len(tensors)} tensors ({', '.join(f'{count} {kind}' for kind, count in kinds.most_common())})",
+        f"{naming} naming",
+        f"under {found.wrapper!r}" if found.wrapper else "",
+        f"prefix {', '.join(repr(p) for p in found.prefixes)}" if found.prefixes else "",
+        f"{len(scales)} fp8 scales applied" if scales else "",
+        f"{found.left_out} tensors of other models left out" if found.left_out else "",
+    ]
+    return Checkpoint(tensors=tensors, scales=scales, report=f"{source}: {', '.join(filter(None, parts))}")
 
 
 def to_diffusers_naming(state: Mapping[str, Any], *, source: str) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors under diffusers' names, from either naming and any wrapping.
-
-    ``source`` names the file in errors. Another model than a 16-channel Wan 2.1 T2V, or an fp8 file, raises
-    ``ValueError``.
-    """
-    tensors = unwrap(state)
-    _refuse(tensors, source=source)
-    if not any(name.startswith("blocks.0.self_attn.") for name in tensors):
-        return tensors
-    from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
-
-    roles = {ROLE_ROWS: tensors.pop(ROLE_ROWS)} if ROLE_ROWS in tensors else {}
-    return convert_wan_transformer_to_diffusers(tensors) | roles
+    """Return only the tensors of ``standardise``."""
+    return standardise(state, source=source).tensors
 
 
-def _refuse(tensors: Mapping[str, Tensor], *, source: str) -> None:
+def refuse(tensors: Mapping[str, Tensor], *, source: str) -> None:
+    """Raise ``ValueError`` that names the model when it is none that the engine runs."""
     patch = tensors.get("patch_embedding.weight")
     if patch is None or patch.ndim != 5:
         some = ", ".join(sorted(tensors)[:3]) or "no tensors"
@@ -70,27 +77,48 @@ def _refuse(tensors: Mapping[str, Tensor], *, source: str) -> None:
         refuse_other_models(channels=patch.shape[1], image=image, vace=any("vace" in name for name in tensors))
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
-    scaled = any(name.endswith((".scale_weight", ".weight_scale")) for name in tensors)
-    if scaled or any("float8" in str(t.dtype) for t in tensors.values()):
-        raise ValueError(f"{source} holds fp8 weights, which are not supported; use its bf16 or fp16 version")
+    odd = next(
+        (name for name, tensor in tensors.items() if not (tensor.is_floating_point() or tensor.numel() <= 1)), ""
+    )
+    if odd and not odd.endswith(".comfy_quant"):
+        raise ValueError(
+            f"{source}: {odd} is stored as {tensors[odd].dtype}, a quantisation that is not supported; use a bf16, "
+            "fp16, fp8 or GGUF file"
+        )
 
 
-def infer_config(tensors: Mapping[str, Tensor]) -> WanConfig:
-    """Read the sizes off a state dict in diffusers' naming; heads are 128 wide unless a known model says otherwise."""
-    dim = tensors["patch_embedding.weight"].shape[0]
-    blocks = {int(match[1]) for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))}
-    ffn_dim = tensors["blocks.0.ffn.net.0.proj.weight"].shape[0]
+def infer_config(tensors: Mapping[str, Tensor], *, num_heads: int | None = None) -> WanConfig:
+    """Read the sizes off a state dict in diffusers' naming; without ``num_heads`` heads are 128 wide, as all of Wan's.
+
+    Raises ``ValueError`` for a width that 128 does not divide, unless a known model has it.
+    """
+    try:
+        dim = tensors["patch_embedding.weight"].shape[0]
+        ffn_dim = tensors["blocks.0.ffn.net.0.proj.weight"].shape[0]
+        text_dim = tensors["condition_embedder.text_embedder.linear_1.weight"].shape[1]
+        freq_dim = tensors["condition_embedder.time_embedder.linear_1.weight"].shape[1]
+    except KeyError as error:
+        raise ValueError(
+            f"the checkpoint has no tensor {error}; is the file complete, and a Wan transformer?"
+        ) from None
+    num_layers = 1 + max(int(match[1]) for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name)))
     for known in MODELS.values():
-        if (known.dim, known.ffn_dim, known.num_layers) == (dim, ffn_dim, len(blocks)):
+        same = (known.dim, known.ffn_dim, known.num_layers) == (dim, ffn_dim, num_layers)
+        if same and num_heads in (None, known.num_heads):
             return known
+    if num_heads is None and dim % WAN_HEAD_DIM:
+        raise ValueError(
+            f"the checkpoint is {dim} wide, not a multiple of {WAN_HEAD_DIM}, so its heads are unknown; use a "
+            "diffusers folder, whose config.json tells them"
+        )
     return WanConfig(
         name="custom",
         dim=dim,
         ffn_dim=ffn_dim,
-        num_heads=max(1, dim // WAN_HEAD_DIM),
-        num_layers=len(blocks),
-        text_dim=tensors["condition_embedder.text_embedder.linear_1.weight"].shape[1],
-        freq_dim=tensors["condition_embedder.time_embedder.linear_1.weight"].shape[1],
+        num_heads=num_heads or dim // WAN_HEAD_DIM,
+        num_layers=num_layers,
+        text_dim=text_dim,
+        freq_dim=freq_dim,
     )
 
 
@@ -101,20 +129,43 @@ def build_transformer(
     source: str,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    scales: Mapping[str, Tensor] | None = None,
+    fp8: bool = False,
 ) -> CausalWanTransformer:
     """Return a frozen model with these tensors (diffusers' naming) as its weights.
 
-    Missing, unknown and misshapen tensors raise ``ValueError``; a missing role embedding is zeros, as in every
-    checkpoint that knows no roles.
+    ``scales`` belong to scaled fp8 weights. ``fp8`` keeps the blocks' linears in 8 bits and widens them when used;
+    otherwise everything becomes ``dtype``, one tensor at a time. Missing, unknown and misshapen tensors raise
+    ``ValueError``; a missing role embedding is zeros, as in every checkpoint that knows no roles.
     """
     with torch.device("meta"):
         model = CausalWanTransformer(config)
     expected = model.state_dict()
     state = {ROLE_ROWS: torch.zeros(expected[ROLE_ROWS].shape), **tensors}
     check_shapes(state, expected, source=source)
-    placed = {name: tensor.to(device, _dtype_of(name, dtype)) for name, tensor in state.items()}
+    if fp8:
+        hold_fp8(model.blocks)
+    placed: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        held = isinstance(model.get_submodule(name.rpartition(".")[0]), Fp8Linear) and name.endswith(".weight")
+        scale = (scales or {}).get(name)
+        if held:
+            placed |= _held(name, tensor, scale, device=device)
+        else:
+            placed[name] = dequantise(tensor, scale, dtype=_dtype_of(name, dtype)).to(device)
     model.load_state_dict(placed, assign=True)
     return model.requires_grad_(False).eval()
+
+
+def _held(name: str, tensor: Tensor, scale: Tensor | None, *, device: torch.device | str) -> dict[str, Tensor]:
+    """Return an 8-bit weight and its scale; a file's own e4m3 weights stay bit for bit."""
+    rows = tensor.shape[0]
+    if tensor.dtype is torch.float8_e4m3fn:
+        column = torch.ones(rows, 1) if scale is None else scale.float().reshape(-1, 1).expand(rows, 1).contiguous()
+        stored = tensor
+    else:
+        stored, column = quantise(dequantise(tensor, scale, dtype=torch.float32))
+    return {name: stored.to(device), f"{name}_scale": column.to(device)}
 
 
 def check_shapes(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, source: str) -> None:
@@ -135,51 +186,61 @@ def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if kept else dtype
 
 
-def read_shards(folder: Path, *, what: str) -> tuple[dict[str, Tensor], tuple[Path, ...]]:
-    """Read ``diffusion_pytorch_model*.safetensors`` of a diffusers folder, whole or in shards listed by an index.
+def read_checkpoint(path: Path, *, dtype: torch.dtype = torch.float32) -> Checkpoint:
+    """Read a single-file checkpoint; ``dtype`` is that of quantised GGUF tensors."""
+    if WAN_22.search(path.name):
+        raise ValueError(
+            f"{path} is Wan 2.2 by its name, two experts or a 48-channel model; use a 16-channel Wan 2.1 "
+            "text-to-video file"
+        )
+    state, _ = read_state(path, what=WHAT, dtype=dtype)
+    return standardise(state, source=str(path))
 
-    Returns the tensors and the files they came from. A missing or damaged file raises an error that names it.
+
+def transformer_folder(path: Path) -> Path:
+    """Return the folder with the transformer: ``path``, or the one inside a diffusers pipeline's."""
+    inside = path / "transformer"
+    return inside if (inside / "config.json").exists() else path
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """Return the files that decide what a checkpoint computes."""
+    if not path.is_dir():
+        return [path]
+    folder = transformer_folder(path)
+    return sorted(f for f in folder.iterdir() if f.suffix in (".json", *FILE_SUFFIXES))
+
+
+def load_checkpoint(
+    path: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", fp8: bool | None = False
+) -> tuple[CausalWanTransformer, str]:
+    """Load a transformer from a single file of either naming, or from a diffusers folder, with a report.
+
+    ``fp8`` True keeps the blocks' weights in 8 bits, None does when the file does; see ``build_transformer``.
     """
-    index = folder / f"{WEIGHTS}.safetensors.index.json"
-    if not index.exists():
-        whole = folder / f"{WEIGHTS}.safetensors"
-        return read_tensors(whole, what=what)[0], (whole,)
-    listed = read_json(index, what=f"the index of {what}").get("weight_map")
-    if not isinstance(listed, dict) or not listed:
-        raise ValueError(f"{index} has no weight_map, so it is not the index of {what}")
-    shards = tuple(folder / name for name in sorted(set(listed.values())))
-    tensors: dict[str, Tensor] = {}
-    for shard in shards:
-        tensors |= read_tensors(shard, what=f"a part of {what}")[0]
-    return tensors, (index, *shards)
-
-
-def read_checkpoint(path: Path) -> dict[str, Tensor]:
-    """Read a single-file checkpoint (safetensors, or a pickle of tensors) in diffusers' naming."""
-    what = "a Wan 2.1 transformer"
-    if path.suffix == ".safetensors":
-        return to_diffusers_naming(read_tensors(path, what=what)[0], source=str(path))
-    try:
-        state = torch.load(require(path, what=what), map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
-        size = path.stat().st_size
-        raise ValueError(f"{path} is not {what}: expected a PyTorch checkpoint, found {size} bytes") from error
-    if not isinstance(state, Mapping):
-        raise ValueError(f"{path} is not {what}: expected a dict of tensors, found a {type(state).__name__}")
-    return to_diffusers_naming(state, source=str(path))
+    with torch.inference_mode(False), torch.no_grad():
+        if path.is_dir():
+            folder = transformer_folder(path)
+            config = read_config(folder / "config.json")
+            found = standardise(read_shards(folder, what="the transformer")[0], source=str(folder))
+        else:
+            found = read_checkpoint(path, dtype=dtype)
+            try:
+                config = infer_config(found.tensors)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+        keep = any(is_fp8(t) for t in found.tensors.values()) if fp8 is None else fp8
+        model = build_transformer(
+            config, found.tensors, source=str(path), dtype=dtype, device=device, scales=found.scales, fp8=keep
+        )
+    return model, found.report
 
 
 def load_transformer(
     path: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> CausalWanTransformer:
-    """Load a transformer from a single file of either naming, or from a diffusers folder."""
-    with torch.inference_mode(False), torch.no_grad():
-        if not path.is_dir():
-            tensors = read_checkpoint(path)
-            return build_transformer(infer_config(tensors), tensors, source=str(path), dtype=dtype, device=device)
-        config = read_config(path / "config.json")
-        tensors = to_diffusers_naming(read_shards(path, what="the transformer")[0], source=str(path))
-        return build_transformer(config, tensors, source=str(path), dtype=dtype, device=device)
+    """Load only the model of ``load_checkpoint``."""
+    return load_checkpoint(path, dtype=dtype, device=device)[0]
 
 
 def read_config(path: Path) -> WanConfig:

@@ -1,16 +1,23 @@
 """Files to a Backbone: the embedded model that the package carries, with errors that name the file."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..graph.task import Role
-from .checkpoints import WEIGHTS, check_shapes, load_transformer
+from .adapters import apply_lora
+from .checkpoints import check_shapes, checkpoint_files, load_checkpoint, load_transformer
 from .config import WanConfig
-from .files import fingerprint, read_json, read_tensors
-from .lora import load_role_lora
-from .roles import Backbone, models_by_role
+from .files import fingerprint, quick_fingerprint, read_json, read_tensors
+from .formats import WEIGHTS
+from .lora import is_role_lora, load_role_lora, read_role_row, set_role_row
+from .presets import Choice, choose_preset
+from .roles import Backbone, models_by_role, role_linears
+from .transformer import CausalWanTransformer
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
@@ -54,6 +61,72 @@ def load_embedded(
             attention=attention,
             size=EMBEDDED_SIZE,
         )
+
+
+def load_backbone(
+    path: Path,
+    *,
+    role_loras: Mapping[Role, Path] = MappingProxyType({}),
+    preset: str = "auto",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    fp8: bool | None = False,
+    merged: bool = False,
+    attention: str = "auto",
+) -> Backbone:
+    """Load a Wan 2.1 transformer from a file or diffusers folder; prompts and decoding come from elsewhere.
+
+    ``role_loras`` are files of this project's format, or any other LoRA, then for its role alone. ``fp8`` True keeps
+    weights in 8 bits, None does where the file does. ``merged`` gives each role a weight set of its own when there are
+    role LoRAs: faster, for twice the memory. Raises ``FileNotFoundError`` or ``ValueError`` that names the file.
+    """
+    choice = choose_preset(preset, file_name=path.name, has_roles=bool(role_loras))  # an unknown one costs no loading
+    model, report = load_checkpoint(path, dtype=dtype, device=device, fp8=fp8)
+    mark = quick_fingerprint(checkpoint_files(path))
+    backbone = backbone_of(model, report=report, choice=choice, fingerprint=mark, dtype=dtype, attention=attention)
+    backbone = with_role_loras(backbone, role_loras)
+    one = backbone.models[Role.PLANNER]
+    if merged and role_linears(one) and one is backbone.models[Role.RENDERER]:
+        backbone = replace(backbone, models=models_by_role(one, merged=True))
+    return backbone
+
+
+def backbone_of(
+    model: CausalWanTransformer,
+    *,
+    report: str,
+    choice: Choice,
+    fingerprint: str,
+    dtype: torch.dtype,
+    attention: str = "auto",
+) -> Backbone:
+    """Wrap a transformer that both roles use, without autoencoder and text encoder."""
+    return Backbone(
+        config=model.config,
+        models=dict.fromkeys(Role, model),
+        vae=None,
+        text_encoder=None,
+        fingerprint=fingerprint,
+        dtype=dtype,
+        attention=attention,
+        preset=choice.name,
+        preset_reason=choice.reason,
+        report=report,
+    )
+
+
+def with_role_loras(backbone: Backbone, role_loras: Mapping[Role, Path]) -> Backbone:
+    """Return a backbone with each role's LoRA on it, unmerged where weights are not in 8 bits.
+
+    A file of another project's layout is a LoRA for that role alone. Raises ``ValueError`` that names the file.
+    """
+    for role, path in role_loras.items():
+        row = read_role_row(path, role=role, dim=backbone.config.dim) if is_role_lora(path) else None
+        backbone, lora = apply_lora(backbone, path, roles=[role], merged=False)
+        if row is not None:
+            set_role_row(backbone.models[role], row, role=role)
+        backbone = replace(backbone, report=f"{backbone.report}\n{lora.report}, for the {role}")
+    return backbone
 
 
 def asset_files(folder: Path) -> list[Path]:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..graph.task import Role
 from .files import read_tensors
+from .formats import SAFETENSORS
 from .roles import TARGETS, role_linear, role_linears
 from .transformer import CausalWanTransformer
 
@@ -36,6 +37,34 @@ def save_role_lora(
     metadata = {"format": FORMAT, "role": role.value, "rank": str(rank), "alpha": str(alpha), "base": base}
     plain = {name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous() for name, tensor in state.items()}
     save_file(plain, path, metadata=metadata)
+
+
+def is_role_lora(path: Path) -> bool:
+    """Whether a file says that it is a role LoRA of this project; a missing or damaged one raises."""
+    if path.suffix not in SAFETENSORS:
+        return False
+    return read_tensors(path, what="a LoRA")[1].get("format") == FORMAT
+
+
+def read_role_row(path: Path, *, role: Role, dim: int) -> Tensor | None:
+    """Return the embedding row [dim] of a role LoRA file, or None without one.
+
+    A file for another role or width raises ``ValueError``.
+    """
+    tensors, metadata = read_tensors(path, what=f"a role LoRA for the {role}")
+    _check_metadata(path, metadata, role=role)
+    row = tensors.get(ROW)
+    if row is not None:
+        _check_width(path, ROW, found=row.shape[-1], expected=dim, metadata=metadata)
+    return row
+
+
+def set_role_row(model: CausalWanTransformer, row: Tensor, *, role: Role) -> None:
+    """Give ``model`` an embedding of its own with another row for ``role``."""
+    with torch.inference_mode(False), torch.no_grad():
+        rows = model.role_embedding.weight.detach().clone()
+        rows[role.row] = row.to(rows)
+        model.role_embedding.weight = nn.Parameter(rows, requires_grad=False)
 
 
 def load_role_lora(model: CausalWanTransformer, path: Path, *, role: Role) -> None:

@@ -1,5 +1,6 @@
 """The two roles of one backbone: a LoRA per role on the transformer's linears, applied per segment or merged."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +40,11 @@ class Backbone:
     attention: str = "auto"
     """What the user asked for; ``resolve_attention`` says what it means on a device."""
     preset: str = "flashforward"
-    """The schedule that these weights were trained for."""
+    """A name in ``presets.PRESETS``: the rollout that these weights were trained for."""
+    preset_reason: str = "the embedded model is trained for it"
+    """Why that preset."""
+    report: str = ""
+    """Which keys were loaded from where."""
     size: tuple[int, int] | None = None
     """The only (width, height) in pixels that the weights can make, or None for any."""
     store: SlotStore = field(default_factory=SlotStore, init=False, repr=False, compare=False)
@@ -96,18 +101,26 @@ def role_parameters(model: CausalWanTransformer, *, roles: Sequence[Role] = tupl
     return [factor.weight for factor in factors]
 
 
+def shared_copy(model: CausalWanTransformer) -> CausalWanTransformer:
+    """Return modules of their own over the memory of ``model``'s tensors; their parameters are frozen, its own stay."""
+    with torch.inference_mode(False):
+        memo = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+        return copy.deepcopy(model, memo | {id(buffer): buffer for buffer in model.buffers()})
+
+
 def merge_role(model: CausalWanTransformer, role: Role) -> CausalWanTransformer:
     """Return a weight set that serves ``role`` alone, with its LoRA merged in.
 
     Whatever the LoRA does not touch is shared with ``model``, so neither may be changed afterwards.
     """
-    layers = role_linears(model)
-    state = {name: tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    merged = shared_copy(model)
+    merged.serves = role
     with torch.inference_mode(False), torch.no_grad():
-        state |= {f"{name}.weight": layer.merged_weight(role) for name, layer in layers.items()}
-        with torch.device("meta"):
-            merged = CausalWanTransformer(model.config, serves=role)
-        merged.load_state_dict(state, assign=True)
+        for name, layer in role_linears(merged).items():
+            plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+            plain.weight, plain.bias = nn.Parameter(layer.merged_weight(role), requires_grad=False), layer.bias
+            parent, _, leaf = name.rpartition(".")
+            merged.get_submodule(parent).register_module(leaf, plain)
     return merged.requires_grad_(False).eval()
 
 
