@@ -40,7 +40,7 @@ async def plan_route(request: web.Request) -> web.Response:
     try:
         body = await request.json()
         return web.json_response(await asyncio.to_thread(answer, body))
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, UnicodeDecodeError):
         return web.json_response({"error": "the request's body is not JSON"}, status=400)
     except ValueError as error:
         return web.json_response({"error": str(error)}, status=400)

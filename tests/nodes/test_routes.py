@@ -1,0 +1,252 @@
+"""The plan route over HTTP, and what a run tells the page."""
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from comfy_client import Client, RunError
+from comfy_host import Server
+
+from flashforward_core.engine.placement import lanes_for, place
+from flashforward_core.engine.simulate import simulate
+from flashforward_core.graph.passes import from_json
+from flashforward_core.graph.schedules import build_graph
+from flashforward_core.specs import RolloutSpec, VideoShape
+
+from .conftest import NINE_LATENTS_S, change, node_id
+from .test_schema import PLAN_DEFAULTS
+
+pytestmark = pytest.mark.cpu
+Json = dict[str, Any]
+EMBEDDED = {**PLAN_DEFAULTS, "width": 192, "height": 128}
+DEVICES = {"class_type": "FlashForwardDevices", "inputs": {"devices": "cpu*2", "layout": "auto", "order": "latency"}}
+
+
+def ask(server: Server, body: Any) -> tuple[int, Json]:
+    """Status and JSON of the route's answer."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(f"{server.url}/flashforward/plan", data=data)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            kind, status, text = answer.headers["Content-Type"], answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        kind, status, text = error.headers["Content-Type"], error.code, error.read()
+    assert kind.startswith("application/json")
+    return status, json.loads(text)
+
+
+def plan(server: Server, **changes: Any) -> Json:
+    status, answer = ask(server, {**EMBEDDED, **changes})
+    assert status == 200, answer
+    return answer
+
+
+def test_the_answer_is_the_cores_own_simulation(server: Server) -> None:
+    answer = plan(server, devices="cpu*4", layout="interleaved")
+    spec = RolloutSpec(shape=VideoShape(width=192, height=128, latent_frames=81))
+    graph = build_graph(spec, decode=False)
+    placement = place(graph, lanes=lanes_for(["cpu"] * 4), layout="interleaved")
+    assert from_json(answer["graph"]).tasks == graph.tasks
+    expected = simulate(graph, placement=placement).to_json()
+    assert answer["timeline"]["spans"] == expected["spans"]
+    assert answer["timeline"]["lanes"] == expected["lanes"]
+
+
+def test_the_papers_numbers_reach_the_page(server: Server) -> None:
+    answer = plan(server, devices="cpu*4")
+    assert answer["totals"]["rounds"] == 37
+    assert answer["totals"]["forwards"]["total"] == 123
+    assert answer["totals"]["forwards"]["renderer_commit"] == 0
+    assert answer["video"]["anchors"] == list(range(0, 81, 10))
+    assert answer["video"]["chunks"][-1] == [78, 81]
+    assert "37 rounds" in answer["summary"]
+
+
+def test_kv_is_counted_for_the_backbone_that_is_connected(server: Server) -> None:
+    # 30 blocks x (K, V) x dim 1536 x 2 bytes against 8 x 2 x 256 x 2, at the same size
+    small, big = (plan(server, backbone=name)["timeline"]["peak_kv_bytes"] for name in ("embedded", "wan_1.3B.st"))
+    assert big[0] / small[0] == 30 * 1536 / (8 * 256)
+
+
+def test_given_anchors_are_planned_in_a_run_of_their_own(server: Server) -> None:
+    answer = plan(server, given_anchors=True)
+    planner, render = answer["planner"]["graph"]["tasks"], answer["graph"]["tasks"]
+    assert {task["role"] for task in planner} == {"planner"}
+    assert not [task for task in render if task["role"] == "planner" and task["kind"] == "denoise"]
+    assert answer["totals"]["rounds"] == answer["planner"]["timeline"]["rounds"] + answer["timeline"]["rounds"]
+    assert plan(server)["planner"] is None
+
+
+def test_a_long_video_is_carried_on_from_its_steady_beginning(server: Server) -> None:
+    answer = plan(server, seconds=600.0, devices="cpu*4", layout="interleaved")
+    assert len(answer["video"]["chunks"]) == 120
+    assert not answer["totals"]["exact"]
+    spec = RolloutSpec(shape=VideoShape.from_seconds(600.0, width=192, height=128))
+    graph = build_graph(spec, decode=False)
+    placement = place(graph, lanes=lanes_for(["cpu"] * 4), layout="interleaved")
+    whole = simulate(graph, placement=placement).rounds
+    assert whole is not None
+    assert answer["totals"]["rounds"] == pytest.approx(
+        whole, rel=0.01
+    )  # anchor blocks come every 10 chunks, not evenly
+    assert answer["totals"]["forwards"]["total"] == pytest.approx(graph.counts()["total"], rel=0.01)
+
+
+def test_a_schedule_without_anchors_has_none(server: Server) -> None:
+    answer = plan(server, schedule="self_forcing", given_anchors=True)
+    assert answer["video"]["anchors"] == []
+    assert answer["planner"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"anchor_stride": 0}, ("anchor_stride=0", "anchor_stride=10")),
+        ({"anchor_stride": "10"}, ("anchor_stride='10'", "whole number")),
+        ({"seconds": None}, ("seconds=None", "number")),
+        ({"seconds": float("nan")}, ("seconds=nan", "3600")),
+        ({"width": 100}, ("width=100", "width=96")),
+        ({"schedule": "fast"}, ("schedule='fast'", "flashforward")),
+        ({"history": 1, "sink": 9}, ("sink=9", "sink <= 3")),
+        ({"history": True}, ("history=True",)),
+        ({"devices": "cpu*0"}, ("devices='cpu*0'", "cpu*4")),
+        ({"devices": "cpu*1000"}, ("1000 lanes", "64")),
+        ({"devices": "<b>"}, ("devices='<b>'",)),
+        ({"devices": 4}, ("devices=4",)),
+        ({"layout": "round"}, ("layout='round'", "interleaved")),
+        ({"devices": "cpu", "layout": "streaming"}, ("devices=1", "streaming")),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(server: Server, changes: Json, words: tuple[str, ...]) -> None:
+    status, answer = ask(server, {**EMBEDDED, **changes})
+    assert status == 400
+    assert list(answer) == ["error"]
+    for word in words:
+        assert word in answer["error"]
+
+
+@pytest.mark.parametrize("body", [b"x", [], 3, b"\xff"])
+def test_a_body_that_is_no_plan_is_refused(server: Server, body: Any) -> None:
+    status, answer = ask(server, body)
+    assert status == 400
+    assert "JSON" in answer["error"]
+
+
+def test_devices_that_this_machine_lacks_are_left_out(server: Server) -> None:
+    answer = plan(server, devices="cuda:97,cpu*2")
+    assert [lane["device"] for lane in answer["timeline"]["lanes"]] == ["cpu", "cpu"] or answer["timeline"]["lanes"]
+    assert len(answer["timeline"]["lanes"]) == 2
+
+
+async def _events(server: Server, prompt: Json) -> list[tuple[float, str, Any]]:
+    """Run a prompt and return (arrival, event, data); progress texts as ``text``."""
+    seen: list[tuple[float, str, Any]] = []
+    clock = asyncio.get_running_loop().time
+    async with aiohttp.ClientSession() as session, session.ws_connect(f"{server.url}/ws?clientId=page") as socket:
+        await session.post(f"{server.url}/prompt", json={"prompt": prompt, "client_id": "page"})
+        while not seen or seen[-1][1] not in ("execution_success", "execution_error"):
+            message = await socket.receive(timeout=120)
+            if message.type is aiohttp.WSMsgType.TEXT:
+                told = json.loads(message.data)
+                seen.append((clock(), told["type"], told["data"]))
+            elif message.data[:4] == b"\0\0\0\3":  # ComfyUI's progress text
+                seen.append((clock(), "text", message.data[8:].decode()))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def run(server: Server, quickstart: Json, object_info: Json) -> list[tuple[float, str, Any]]:
+    """The events of a 9-latent run on two lanes."""
+    from comfy_workflow import to_api
+
+    api = to_api(quickstart, object_info)
+    del api[node_id(api, "FlashForwardDecodeVideo")]
+    samples = [node_id(api, "FlashForwardRender"), 0]
+    api["800"] = {"class_type": "SaveLatent", "inputs": {"samples": samples, "filename_prefix": "events"}}
+    api["801"] = DEVICES
+    change(api, "FlashForwardPlan", seconds=NINE_LATENTS_S, devices=["801", 0])
+    change(api, "FlashForwardRender", seed=4321)  # no other test has made this one
+    change(api, "FlashForwardPlanAnchors", seed=4321)
+    return asyncio.run(_events(server, api))
+
+
+def of(run: list[tuple[float, str, Any]], name: str, *, planner: bool = False) -> list[Json]:
+    return [data for _, event, data in run if event == name and data["planner_only"] is planner]
+
+
+def test_spans_tell_every_task_once_on_the_devices_nodes_lanes(run: Any, server: Server) -> None:
+    batches = of(run, "flashforward.span")
+    spans = [span for batch in batches for span in batch["spans"]]
+    expected = plan(server, seconds=NINE_LATENTS_S, devices="cpu*2", given_anchors=True)
+    assert sorted(span["task"] for span in spans) == sorted(task["id"] for task in expected["graph"]["tasks"])
+    assert {span["lane"] for span in spans} == {0, 1}
+    lane_of = {span["task"]: span["lane"] for span in expected["timeline"]["spans"]}
+    assert {span["task"]: span["lane"] for span in spans} == lane_of  # it ran where the page drew it
+    assert [lane["device"] for lane in batches[0]["lanes"]] == ["cpu", "cpu"]
+    assert all(span["end_s"] > span["start_s"] >= 0 for span in spans)
+    assert batches[-1]["done"] == batches[-1]["total"] == len(spans)
+
+
+def test_batches_come_at_most_ten_times_a_second(run: Any) -> None:
+    times = [at for at, event, data in run if event == "flashforward.span" and not data["planner_only"]]
+    assert len(times) > 2
+    # the last batch is sent when the run ends, whenever that is; 20 ms for the way over the socket
+    assert all(later - earlier > 0.08 for earlier, later in pairwise(times[:-1]))
+
+
+def test_pictures_are_small_jpegs_of_every_anchor_and_chunk(run: Any) -> None:
+    anchors = [picture for data in of(run, "flashforward.preview", planner=True) for picture in data["pictures"]]
+    chunks = [picture for data in of(run, "flashforward.preview") for picture in data["pictures"]]
+    assert [(picture["kind"], picture["frame"]) for picture in anchors] == [("anchor", 0)]
+    assert sorted((picture["kind"], picture["frame"]) for picture in chunks) == [("chunk", f) for f in (1, 4, 7)]
+    assert all(picture["image"].startswith("data:image/jpeg;base64,/9j/") for picture in anchors + chunks)
+    assert all(len(picture["image"]) < 10_000 for picture in anchors + chunks)
+
+
+def test_done_brings_the_measured_timeline_and_the_digest(run: Any) -> None:
+    (done,) = of(run, "flashforward.done")
+    assert done["timeline"]["source"] == "measured"
+    spans = [span for batch in of(run, "flashforward.span") for span in batch["spans"]]
+    by_task = {span["task"]: span for span in spans}
+    assert {span["task"]: span for span in done["timeline"]["spans"]} == by_task
+    assert f"latents sha256 {done['sha256']}" in [
+        text[-len(done["sha256"]) - 15 :] for _, event, text in run if event == "text"
+    ]
+
+
+def test_progress_says_where_the_run_is(run: Any) -> None:
+    texts = [text for _, event, text in run if event == "text"]
+    assert any(text.endswith("anchor block 1/1 · 1 lane") for text in texts)
+    assert any(text.endswith("chunk 3/3 · 2 lanes") for text in texts)
+
+
+def test_events_name_the_plan_whose_timeline_shows_them(run: Any, quickstart: Json) -> None:
+    (plan_node,) = [node["id"] for node in quickstart["nodes"] if node["type"] == "FlashForwardPlan"]
+    assert {data["plan"] for data in of(run, "flashforward.span")} == {str(plan_node)}
+
+
+def test_any_number_of_lanes_gives_the_same_latents(server: Server, latents: Json) -> None:
+    client = Client(server.url)
+    one = client.run(latents).sha256()
+    latents["801"] = {**DEVICES, "inputs": {**DEVICES["inputs"], "devices": "cpu*4"}}
+    change(latents, "FlashForwardPlan", devices=["801", 0])
+    assert client.run(latents).sha256() == one
+
+
+def test_devices_that_cannot_be_read_are_refused_before_the_run(client: Client, latents: Json) -> None:
+    latents["801"] = {**DEVICES, "inputs": {**DEVICES["inputs"], "devices": "cpu*"}}
+    with pytest.raises(RunError, match=r"devices='cpu\*' cannot be read"):
+        client.run(change(latents, "FlashForwardPlan", devices=["801", 0]))
+
+
+def test_the_timeline_is_served_to_the_page(server: Server) -> None:
+    for path in sorted(Path(__file__).resolve().parents[2].glob("web/js/*.js")):
+        address = f"{server.url}/extensions/ComfyUI-FlashForward/js/{path.name}"
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            assert answer.read() == path.read_bytes()
