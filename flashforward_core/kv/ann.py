@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..model.layers import at_least_fp32
 from ..registry import Registry
+from .dispatch import triton_serves
 
 QUERY_BLOCK = 512
 """Queries that are compared with all keys at a time, to bound the memory."""
@@ -93,6 +94,11 @@ def nearest(q_BLHD: Tensor, k_BNHD: Tensor, *, options: AnnOptions, alive_BNH: T
     encode = ENCODERS[options.method]
     q_codes, _ = encode(at_least_fp32(q_BLHD), options)
     k_codes, k_scale = encode(centre(k_BNHD, alive_BNH), options)
+    if options.method == "quantised" and triton_serves(q_codes):
+        from .kernels import nearest_codes_triton
+
+        found_scale = k_scale if alive_BNH is None else torch.where(alive_BNH, k_scale, -1.0)
+        return nearest_codes_triton(q_codes, k_codes, found_scale)
     found = [_scores(q_codes[:, rows], k_codes, k_scale, alive_BNH).argmax(dim=-1) for rows in _blocks(q_BLHD.shape[1])]
     return torch.cat(found, dim=2).transpose(1, 2)
 

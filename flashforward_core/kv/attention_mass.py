@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..model.layers import at_least_fp32
+from .dispatch import triton_serves
 
 QUERY_BLOCK = 64
 """Queries whose weights over all keys exist at a time."""
@@ -17,17 +18,11 @@ def attention_mass(q_BGRHD: Tensor, k_BNHD: Tensor, *, bias_BHN: Tensor | None =
 
     Computed in float32 at least; on CUDA by a Triton kernel where Triton is there, elsewhere by its twin below.
     """
-    if q_BGRHD.is_cuda and q_BGRHD.dtype != torch.float64 and _has_triton():
+    if triton_serves(q_BGRHD):
         from .kernels import attention_mass_triton
 
         return attention_mass_triton(q_BGRHD, k_BNHD, bias_BHN=bias_BHN)
     return attention_mass_torch(q_BGRHD, k_BNHD, bias_BHN=bias_BHN)
-
-
-def _has_triton() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("triton") is not None
 
 
 def attention_mass_torch(q_BGRHD: Tensor, k_BNHD: Tensor, *, bias_BHN: Tensor | None = None) -> Tensor:

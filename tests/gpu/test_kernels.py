@@ -1,0 +1,70 @@
+"""Triton kernels equal their torch twins: on CUDA, or run by Triton's interpreter where TRITON_INTERPRET=1."""
+
+import os
+
+import pytest
+import torch
+
+from flashforward_core.kv.ann import AnnOptions, nearest, quantise
+from flashforward_core.kv.attention_mass import attention_mass_torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RUNS = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not RUNS, reason="needs a CUDA device, or Triton's interpreter")]
+
+
+def _randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+HALF = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]  # the interpreter has no bfloat16 dot
+
+# batch, groups, queries of a group, heads, head dim, keys: parts of blocks, several blocks, dims that are padded
+SHAPES = [(1, 2, 5, 2, 24, 70), (2, 1, 70, 2, 64, 130), (1, 3, 4, 1, 128, 64)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_mass_equals_its_twin(shape: tuple[int, ...], biased: bool) -> None:
+    """With the first block of keys hidden too, where the running maximum is still minus infinity."""
+    from flashforward_core.kv.kernels import attention_mass_triton
+
+    batch, groups, queries, heads, dim, keys = shape
+    q, k = _randn(batch, groups, queries, heads, dim, seed=0), _randn(batch, keys, heads, dim, seed=1)
+    bias = _randn(batch, heads, keys, seed=2) if biased else None
+    if bias is not None and keys > 64:
+        bias[:, :, :64] = -torch.inf
+    found = attention_mass_triton(q, k, bias_BHN=bias)
+    expected = attention_mass_torch(q, k, bias_BHN=bias)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)  # float32 sums of up to 130, in another order
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_mass_of_half_precision_keys_equals_its_twin(dtype: torch.dtype) -> None:
+    """The twin widens the same values; products of them are exact in float32."""
+    from flashforward_core.kv.kernels import attention_mass_triton
+
+    q, k = _randn(1, 2, 9, 2, 64, seed=0).to(dtype), _randn(1, 90, 2, 64, seed=1).to(dtype)
+    torch.testing.assert_close(attention_mass_triton(q, k), attention_mass_torch(q, k), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nearest_codes_equal_the_twin(shape: tuple[int, ...]) -> None:
+    """Products of integers are exact, so the very same keys are found."""
+    from flashforward_core.kv.kernels import nearest_codes_triton
+
+    batch, _, queries, heads, dim, keys = shape
+    q, k = _randn(batch, queries, heads, dim, seed=0).cpu(), _randn(batch, keys, heads, dim, seed=1).cpu()
+    alive = torch.rand(batch, keys, heads, generator=torch.Generator().manual_seed(3)) > 0.3
+    k = k - (k * alive.unsqueeze(-1)).sum(1, keepdim=True) / alive.sum(1, keepdim=True).unsqueeze(-1)
+    expected = nearest(q, k, options=AnnOptions(), alive_BNH=alive)
+    (q_codes, _), (k_codes, scale) = quantise(q, bits=8), quantise(k, bits=8)
+    scale = torch.where(alive, scale, -1.0)
+    found = nearest_codes_triton(*(x.to(DEVICE) for x in (q_codes, k_codes, scale))).cpu()
+    assert (found == expected).float().mean() > 0.98  # centring twice rounds some codes to the next step
+    products = torch.einsum("blhe,bnhe->blhn", q_codes.double(), k_codes.double())
+    products = (products * scale.double().transpose(1, 2).unsqueeze(1)).masked_fill(
+        ~alive.transpose(1, 2).unsqueeze(1), -torch.inf
+    )
+    reached = products.gather(-1, found.unsqueeze(-1)).squeeze(-1)
+    assert ((products.amax(dim=-1) - reached).abs() < 1e-4 * reached.abs()).all()  # float32 scales
