@@ -5,6 +5,7 @@ one is a call. Threads enter inference mode themselves, since it is a setting of
 number of intra-op threads is left as the process has it, on every layout, since kernels may split their sums by it.
 """
 
+import collections
 import contextlib
 import logging
 import queue
@@ -16,6 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .transfer import CudaOps, DeviceOps, HostOps, Mark
+
 log = logging.getLogger(__name__)
 
 Work = Callable[[], None]
@@ -26,17 +29,26 @@ class Lane(Protocol):
 
     name: str
     device: torch.device
+    ops: DeviceOps
+    """Only for work of this lane."""
 
     def submit(self, work: Work) -> None:
         """Queue ``work``, which must not raise; it runs in the lane's thread, in inference mode."""
         ...
 
-    def synchronise(self) -> None:
-        """Wait until the device has done what the running work asked of it. Only for work of this lane."""
+    def defer(self, mark: Mark, work: Work) -> None:
+        """Run ``work`` once the device has come past ``mark``; in the lane's thread and in the order of the calls.
+
+        A lane lets its device fall behind by ``lookahead`` such marks and waits for more. Only for work of this lane.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Wait for the device and run everything deferred. Only for work of this lane."""
         ...
 
     def close(self) -> None:
-        """Wait for the queued work and end the lane; a second call does nothing."""
+        """Wait for the queued and deferred work and end the lane; a second call does nothing."""
         ...
 
 
@@ -58,7 +70,9 @@ class LaneTensor:
         if self.lane == lane.name:
             return self
         assert isinstance(self.tensor, torch.Tensor), f"a {type(self.tensor).__name__} cannot leave {self.lane}"
-        return LaneTensor(lane.name, self.tensor.to(lane.device, copy=True))
+        copied = torch.empty_like(self.tensor, device=lane.device)
+        lane.ops.copy(copied, self.tensor)
+        return LaneTensor(lane.name, copied)
 
 
 class Signals:
@@ -80,6 +94,11 @@ class Signals:
             self._stopped = True
             self._changed.notify_all()
 
+    def are_finished(self, keys: Iterable[Hashable]) -> bool:
+        """Return whether a wait for ``keys`` would end at once."""
+        with self._changed:
+            return self._stopped or set(keys) <= self._finished
+
     def wait(self, keys: Iterable[Hashable]) -> bool:
         """Wait until all ``keys`` are finished; return whether to go on."""
         needed = set(keys)
@@ -94,14 +113,18 @@ class CallerLane:
     def __init__(self, name: str = "caller", device: str | torch.device = "cpu") -> None:
         self.name = name
         self.device = torch.device(device)
+        self.ops = _ops(self.device, _current_stream(self.device))
 
     def submit(self, work: Work) -> None:
         with torch.inference_mode():
             work()
 
-    def synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def defer(self, mark: Mark, work: Work) -> None:
+        mark.wait()
+        work()
+
+    def settle(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -110,38 +133,75 @@ class CallerLane:
 class ThreadLane:
     """A thread for one device; on CUDA also a stream, so that devices and copies overlap."""
 
-    def __init__(self, name: str, device: str | torch.device) -> None:
+    def __init__(self, name: str, device: str | torch.device, *, lookahead: int | None = None) -> None:
+        """``lookahead`` is 1 on CUDA: one task runs, the next one waits on the device. A cancel waits for both."""
         self.name = name
         self.device = torch.device(device)
+        self._lookahead = int(self.device.type == "cuda") if lookahead is None else lookahead
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._stream: torch.cuda.Stream | None = None
+        self._deferred: collections.deque[tuple[Mark, Work]] = collections.deque()
+        self._stream = _new_stream(self.device)
+        self.ops = _ops(self.device, self._stream)
         self._thread = threading.Thread(target=self._run, name=f"flashforward-{name}", daemon=True)
         self._thread.start()
 
     def submit(self, work: Work) -> None:
         self._work.put(work)
 
-    def synchronise(self) -> None:
-        assert threading.current_thread() is self._thread, f"only work of {self.name} waits for its device"
-        if self._stream is not None:
-            self._stream.synchronize()
+    def defer(self, mark: Mark, work: Work) -> None:
+        self._check_thread()
+        self._deferred.append((mark, work))
+        self._catch_up(self._lookahead)
+
+    def settle(self) -> None:
+        self._check_thread()
+        self._catch_up(0)
 
     def close(self) -> None:
         self._work.put(None)
         self._thread.join()
 
+    def _check_thread(self) -> None:
+        assert threading.current_thread() is self._thread, f"only work of {self.name} waits for its device"
+
+    def _catch_up(self, allowed: int) -> None:
+        while len(self._deferred) > allowed:
+            mark, work = self._deferred.popleft()
+            mark.wait()
+            work()
+
     def _run(self) -> None:
-        with torch.inference_mode(), self._on_device():
+        with torch.inference_mode(), _current(self.device, self._stream):
             for work in iter(self._work.get, None):
                 work()
+                if self._work.empty():
+                    self.settle()
+            self.settle()
 
-    def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        if self.device.type != "cuda":
-            return contextlib.nullcontext()
-        torch.cuda.set_device(self.device)
-        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.default_stream(self.device))  # weights may still be on their way
-        return torch.cuda.stream(self._stream)
+
+def _new_stream(device: torch.device) -> Any:
+    """Return a stream of ``device``, or None for a CPU."""
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))  # prompts may still be on their way
+    return stream
+
+
+def _current_stream(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def _ops(device: torch.device, stream: Any) -> DeviceOps:
+    return HostOps() if stream is None else CudaOps(device, stream)
+
+
+def _current(device: torch.device, stream: Any) -> contextlib.AbstractContextManager[object]:
+    """Make ``device`` and ``stream`` the calling thread's current ones."""
+    if stream is None:
+        return contextlib.nullcontext()
+    torch.cuda.set_device(device)
+    return torch.cuda.stream(stream)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..model.attention import AttentionBackend
 from ..model.transformer import CausalWanTransformer, TextContext
 from ..model.vae import StreamingDecoder
 from ..specs import RolloutSpec
+from .forward import Forwarder
 from .lanes import Lane, LaneTensor
 
 
@@ -56,8 +58,11 @@ class LaneState:
     attention: AttentionBackend
     banks: LaneBanks
     decoder: StreamingDecoder | None
+    forward: Forwarder
     contexts: dict[tuple[Role, int], TextContext] = field(default_factory=dict)
     """By role and prompt, computed once."""
+    checks: list[Callable[[], None]] = field(default_factory=list)
+    """What the running task has to have looked at when its device is done; they raise."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,17 +83,21 @@ def denoise(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Valu
     x = _latents(task, inputs, state, values)
     v = _forward(task, x, inputs=inputs, state=state, homes=homes, sigma=sigmas[task.stage])
     x0 = predict_x0(x, v, sigma=sigmas[task.stage])
-    if not torch.isfinite(x0).all():
-        unit = "anchor block" if task.role is Role.PLANNER else "chunk"
-        raise NotFinite(
-            f"{unit} {task.index} is not finite after stage {task.stage} (weights {state.banks.dtype}, "
-            f"attention {state.attention.name}); use weight_dtype=fp32 or another attention"
-        )
+    state.checks.append(partial(_check_finite, state.lane.ops.fetch(torch.isfinite(x0).all()), task, state))
     x0 = _pin(x0, task, inputs)
     level = task.stage + 1
     if level < len(sigmas) - 1:
         x0 = renoise(x0, _noise(task, inputs, state, level=level), sigma=sigmas[level])
     return {slot: x0 for slot in task.writes if slot.space in (Space.LATENT, Space.ANCHOR_LATENT)}
+
+
+def _check_finite(finite: Tensor, task: ForwardTask, state: LaneState) -> None:
+    if not finite:
+        unit = "anchor block" if task.role is Role.PLANNER else "chunk"
+        raise NotFinite(
+            f"{unit} {task.index} is not finite after stage {task.stage} (weights {state.banks.dtype}, "
+            f"attention {state.attention.name}); use weight_dtype=fp32 or another attention"
+        )
 
 
 def commit(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Values, homes: Homes) -> dict[Slot, Any]:
@@ -115,7 +124,7 @@ def _latents(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Val
     """Return the latents that ``task`` reads, on its lane: noise, given anchors, or what another task wrote."""
     (slot,) = (slot for slot in task.reads if slot.space in (Space.LATENT, Space.ANCHOR_LATENT))
     if slot in inputs.given:
-        return inputs.given[slot].to(state.lane.device, state.dtype)
+        return state.lane.ops.put(inputs.given[slot]).to(state.dtype)
     if slot.level == 0:
         return _noise(task, inputs, state, level=0)
     latents: Tensor = values[slot].moved_to(state.lane).on(state.lane)
@@ -142,7 +151,7 @@ def _noise(task: ForwardTask, inputs: RunInputs, state: LaneState, *, level: int
         keyed_noise_frames(range(seed, seed + inputs.batch), purpose, [frame], level, size)
         for seed, frame in zip(_seeds(task, inputs), inputs.frames_of(task), strict=True)
     ]
-    return torch.cat(noise, dim=2).to(state.lane.device, state.dtype)
+    return state.lane.ops.put(torch.cat(noise, dim=2).to(state.dtype))
 
 
 def _seeds(task: ForwardTask, inputs: RunInputs) -> list[int]:
@@ -161,24 +170,25 @@ def _forward(
     frames = inputs.frames_of(task)
     device = state.lane.device
     view = state.banks.open(task, homes)
-    v: Tensor = state.models[task.role](
+    text, prompt = _text(task, inputs=inputs, state=state, frame=frames[0])
+    v = state.forward(
+        task,
         x_BCFHW,
         timestep_BF=torch.full((inputs.batch, len(frames)), timestep(sigma), dtype=state.dtype, device=device),
-        text=_text(task, inputs=inputs, state=state, frame=frames[0]),
-        frames=torch.tensor(frames, device=device),
-        role=task.role,
-        kv=view,
-        self_attend=state.attention.attend,
+        frames=state.lane.ops.put(torch.tensor(frames)),
+        text=text,
+        prompt=prompt,
+        view=view,
     )
     state.banks.close(task)
     return v
 
 
-def _text(task: ForwardTask, *, inputs: RunInputs, state: LaneState, frame: int) -> TextContext:
-    """Return the prompt that holds at the task's first latent frame, as its role sees it."""
+def _text(task: ForwardTask, *, inputs: RunInputs, state: LaneState, frame: int) -> tuple[TextContext, int]:
+    """Return the prompt that holds at the task's first latent frame, as its role sees it, and its index."""
     assert task.role is not None
     key = (task.role, inputs.spec.prompt_at(frame))
     if key not in state.contexts:
-        text = inputs.texts[key[1]].to(state.lane.device, state.banks.dtype)
+        text = state.lane.ops.put(inputs.texts[key[1]]).to(state.banks.dtype)
         state.contexts[key] = state.models[task.role].text_context(text, task.role)
-    return state.contexts[key]
+    return state.contexts[key], key[1]

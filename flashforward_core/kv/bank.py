@@ -8,7 +8,7 @@ Letters: B batch, L own tokens, N tokens of a bank, H heads, D head dim.
 """
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,6 +86,8 @@ class BankView:
     def __init__(self, buffer: Tensor, view: View, *, frame_tokens: int) -> None:
         """``buffer`` is [2, blocks, B, N, H, D]: keys, then values."""
         self._buffer = buffer
+        self.kind = (view.own.bank, view.own.frames, view.ranges)
+        """What forwards that read and write memory of the same place and size share, wherever their own page is."""
         self._own = slice(view.own.start * frame_tokens, view.own.stop * frame_tokens)
         self._ranges = [slice(start * frame_tokens, stop * frame_tokens) for start, stop in view.ranges]
 
@@ -93,6 +95,16 @@ class BankView:
     def num_keys(self) -> int:
         """Tokens that the forward attends to, its own included."""
         return sum(part.stop - part.start for part in self._ranges)
+
+    @property
+    def own_tokens(self) -> Tensor:
+        """Token indices of the own page in its bank, on the bank's device."""
+        return torch.arange(self._own.start, self._own.stop, device=self._buffer.device)
+
+    def indexed(self) -> "IndexedView | None":
+        """Return the view with its own page given by ``own_tokens``; None when the pages are no single slice."""
+        one = len(self._ranges) == 1
+        return IndexedView(self._buffer, self._ranges[0], own=self.own_tokens) if one else None
 
     def extend(self, block: int, k_BLHD: Tensor, v_BLHD: Tensor) -> tuple[Tensor, Tensor]:
         """Store one block's own keys and values in place; return all that the forward attends to, [B, keys, H, D]."""
@@ -106,18 +118,54 @@ class BankView:
         return torch.cat([stored_BNHD[:, part] for part in self._ranges], dim=1)
 
 
+class IndexedView:
+    """A view whose own page is where a tensor on the device says: one recorded forward serves every page of a ring."""
+
+    def __init__(self, buffer: Tensor, keys: slice, *, own: Tensor) -> None:
+        """``buffer`` is as in BankView, ``keys`` all tokens that are attended to, ``own`` the own tokens' indices."""
+        self._buffer = buffer
+        self._keys = keys
+        self._own = own
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._buffer.dtype
+
+    def at(self, own: Tensor) -> "IndexedView":
+        """Return the view with another tensor of indices."""
+        return IndexedView(self._buffer, self._keys, own=own)
+
+    def extend(self, block: int, k_BLHD: Tensor, v_BLHD: Tensor) -> tuple[Tensor, Tensor]:
+        """Like ``BankView.extend``."""
+        keys, values = self._buffer[0, block], self._buffer[1, block]
+        keys.index_copy_(1, self._own, k_BLHD)
+        values.index_copy_(1, self._own, v_BLHD)
+        return keys[:, self._keys], values[:, self._keys]
+
+
 class LaneBanks:
     """All banks of one lane. Only the lane's own thread calls what changes them."""
 
     def __init__(
-        self, plan: PagePlan, *, shape: BankShape, ledger: Ledger, device: torch.device, poison: bool = False
+        self,
+        plan: PagePlan,
+        *,
+        shape: BankShape,
+        ledger: Ledger,
+        device: torch.device,
+        poison: bool = False,
+        copy: Callable[[Tensor, Tensor], object] = Tensor.copy_,
     ) -> None:
-        """``poison`` fills pages with NaN when they are made and when they are freed, so that a stray read shows."""
+        """``copy(target, source)`` fills a page from another lane's.
+
+        ``poison`` fills pages with NaN when they are made and when they are freed, so that a stray read shows.
+        """
         self._plan = plan
         self._shape = shape
         self._ledger = ledger
         self._device = device
         self._poison = poison
+        self._copy = copy
         self._buffers: dict[str, Tensor] = {}
         self._held: dict[tuple[str, int], tuple[Slot, Page]] = {}
         self.peak_bytes = 0
@@ -139,7 +187,7 @@ class LaneBanks:
         for slot, page in view.reads:
             if self._held.get((page.bank, page.start), (None,))[0] != slot:
                 self._take(page, by=str(slot))
-                self._tokens(buffer, page).copy_(homes[slot].home(slot), non_blocking=True)
+                self._copy(self._tokens(buffer, page), homes[slot].home(slot))
                 self._held[page.bank, page.start] = (slot, page)
         self._take(view.own, by=", ".join(str(slot) for slot, _ in view.publishes) or task.id)
         return BankView(buffer, view, frame_tokens=self._shape.frame_tokens)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from flashforward_core.engine.lanes import CallerLane, DevicePlan, LaneTensor, Signals, open_lanes
+from flashforward_core.engine.lanes import CallerLane, DevicePlan, LaneTensor, Signals, ThreadLane, open_lanes
+from flashforward_core.engine.transfer import HostMark, carries
 
 pytestmark = pytest.mark.cpu
 
@@ -79,9 +80,71 @@ def test_lanes_are_joined_when_their_user_fails() -> None:
 
 def test_only_the_lane_itself_waits_for_its_device() -> None:
     with open_lanes([("lane0", "cpu")]) as lanes:
-        on_lane(lanes[0], lanes[0].synchronise)
+        on_lane(lanes[0], lanes[0].settle)
         with pytest.raises(AssertionError, match="only work of lane0"):
-            lanes[0].synchronise()
+            lanes[0].settle()
+
+
+class SlowMark:
+    """A point that a device comes past when told to, as events on CUDA do."""
+
+    time_s = 0.0
+
+    def __init__(self) -> None:
+        self.passed = threading.Event()
+
+    def wait(self) -> None:
+        assert self.passed.wait(TIMEOUT_S)
+
+
+def test_a_lane_runs_ahead_of_its_device_by_its_lookahead_and_no_more() -> None:
+    marks, launched, done = [SlowMark() for _ in range(3)], [threading.Event() for _ in range(3)], []
+    lane = ThreadLane("lane0", "cpu", lookahead=1)
+
+    def launch(n: int) -> None:
+        lane.defer(marks[n], lambda: done.append(n))
+        launched[n].set()
+
+    for n in range(3):
+        lane.submit(lambda n=n: launch(n))
+    assert launched[0].wait(TIMEOUT_S)
+    assert not launched[1].wait(0.05)  # the second waits for the first: one runs, one is queued
+    marks[0].passed.set()
+    assert launched[1].wait(TIMEOUT_S) and done == [0]
+    assert not launched[2].wait(0.05)
+    for mark in marks:
+        mark.passed.set()
+    lane.close()
+    assert done == [0, 1, 2]
+
+
+def test_a_lane_without_work_delivers_what_it_deferred() -> None:
+    """Nobody submits or closes: the last task's result must come all the same."""
+    delivered = threading.Event()
+    lane = ThreadLane("lane0", "cpu", lookahead=5)
+    lane.submit(lambda: lane.defer(HostMark(0.0), delivered.set))
+    assert delivered.wait(TIMEOUT_S)
+    lane.close()
+
+
+def test_a_pair_of_devices_that_loses_or_repeats_data_does_not_pass() -> None:
+    cpu = torch.device("cpu")
+    first: list[torch.Tensor] = []
+
+    def stale(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        first.append(tensor.clone())
+        return first[0]
+
+    def broken(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        raise RuntimeError("peer access is not supported")
+
+    def check(copy: Any) -> bool:
+        return carries(copy, source=cpu, target=cpu)
+
+    assert check(lambda tensor, device: tensor.clone())
+    assert not check(lambda tensor, device: torch.zeros_like(tensor))
+    assert not check(stale)
+    assert not check(broken)
 
 
 def test_a_wait_ends_when_all_is_finished_or_when_stopped() -> None:

@@ -1,0 +1,166 @@
+"""How one lane runs a forward: eagerly, with compiled blocks, or by replaying a recording. Same arithmetic each way."""
+
+import importlib.util
+import threading
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..graph.task import ForwardTask, Role
+from ..kv.bank import BankView, IndexedView
+from ..kv.pages import View
+from ..model.attention import AttentionBackend
+from ..model.compiled import compiled_parts
+from ..model.transformer import BlockParts, CausalWanTransformer, KVContext, TextContext
+from .graphs import CudaRecorder, Inputs, Recordings, Rerun
+
+CHOICES = ("auto", "on", "off")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FastOptions:
+    """What may be done to make forwards faster."""
+
+    compile: str = "auto"
+    """Compile the blocks' parts: ``on``, ``off``, or ``auto``, which is on for CUDA devices."""
+    graphs: str = "auto"
+    """Record forwards and replay them: ``on``, ``off``, or ``auto``, which is on for several CUDA lanes.
+
+    A single lane's device stays busy without: Python is ahead of it.
+    """
+
+    def __post_init__(self) -> None:
+        for name in ("compile", "graphs"):
+            if getattr(self, name) not in CHOICES:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of: {', '.join(CHOICES)}")
+
+    def compiles(self, device: torch.device) -> bool:
+        if self.compile == "auto":  # torch's compiler for CUDA needs Triton; without it there is nothing to try
+            return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        return self.compile == "on"
+
+    def records(self, device: torch.device, *, cuda_lanes: int) -> bool:
+        return self.graphs == "on" or (self.graphs == "auto" and device.type == "cuda" and cuda_lanes > 1)
+
+
+Kind = Hashable
+"""Forwards of one kind differ in values only, not in shapes or in which memory they use."""
+
+
+def kind_of(task: ForwardTask, view: View | BankView, *, prompt: int) -> Kind:
+    """Return what one recording can serve."""
+    place = view.kind if isinstance(view, BankView) else (view.own.bank, view.own.frames, view.ranges)
+    return (task.role, prompt, place)
+
+
+class Forwarder:
+    """Runs the forwards of one lane, in its thread."""
+
+    def __init__(
+        self,
+        models: Mapping[Role, CausalWanTransformer],
+        attention: AttentionBackend,
+        *,
+        device: torch.device,
+        compiles: bool = False,
+        recordings: Recordings | None = None,
+    ) -> None:
+        self._models = models
+        self._attention = attention
+        self._device = device
+        self._compiles = compiles
+        self._recordings = recordings
+
+    def __call__(
+        self,
+        task: ForwardTask,
+        x_BCFHW: Tensor,
+        *,
+        timestep_BF: Tensor,
+        frames: Tensor,
+        text: TextContext,
+        prompt: int,
+        view: Any,
+    ) -> Tensor:
+        """Return the velocity; use it before the next call, which overwrites it. ``prompt`` is the index of its text.
+
+        ``view`` is what ``LaneBanks.open`` gave; its own page is written.
+        """
+        compute = partial(self._compute, task, text=text)
+        recordings = self._recordings
+        indexed = view.indexed() if recordings is not None and isinstance(view, BankView) else None
+        if recordings is None or indexed is None:
+            return compute(x_BCFHW, timestep_BF, frames, view)
+        kind = kind_of(task, view, prompt=prompt)
+        inputs = Inputs(x_BCFHW, timestep_BF, frames, view.own_tokens)
+        if recordings.pays(kind):
+            v = recordings.velocity(kind, inputs, indexed, partial(_from_inputs, compute))
+        else:
+            v = compute(x_BCFHW, timestep_BF, frames, view)
+        recordings.count(kind)
+        return v
+
+    def _compute(
+        self,
+        task: ForwardTask,
+        x_BCFHW: Tensor,
+        timestep_BF: Tensor,
+        frames: Tensor,
+        view: KVContext,
+        *,
+        text: TextContext,
+    ) -> Tensor:
+        assert task.role is not None
+        attend = self._attention.attend
+        v: Tensor = self._models[task.role](
+            x_BCFHW,
+            timestep_BF=timestep_BF,
+            text=text,
+            frames=frames,
+            role=task.role,
+            kv=view,
+            self_attend=attend,
+            cross_attend=attend,
+            parts=self._parts(task.role, x_BCFHW.shape[2]),
+        )
+        return v
+
+    def _parts(self, role: Role, frames: int) -> BlockParts | None:
+        return compiled_parts(self._device, role, frames) if self._compiles else None
+
+    def free(self) -> None:
+        """Drop recordings; only when the device has finished."""
+        if self._recordings is not None:
+            self._recordings.free()
+
+
+def _from_inputs(compute: Any, inputs: Inputs, view: IndexedView) -> Tensor:
+    v: Tensor = compute(inputs.x_BCFHW, inputs.timestep_BF, inputs.frames, view)
+    return v
+
+
+class Forwarders:
+    """Makes the forwarders of a rollout's lanes."""
+
+    def __init__(self, options: FastOptions, *, uses: Iterable[Kind], devices: Iterable[torch.device]) -> None:
+        """``uses`` has the kind of every forward that is going to run, ``devices`` one entry per lane."""
+        self._options = options
+        self._uses = Counter(uses)
+        self._cuda_lanes = sum(device.type == "cuda" for device in devices)
+        self._lock = threading.Lock()
+
+    def make(
+        self, models: Mapping[Role, CausalWanTransformer], attention: AttentionBackend, *, device: torch.device
+    ) -> Forwarder:
+        """Return a forwarder for a lane on ``device``. On a CPU recordings run their forward again."""
+        recordings = None
+        if self._options.records(device, cuda_lanes=self._cuda_lanes):
+            recorder = CudaRecorder(device, self._lock) if device.type == "cuda" else Rerun()
+            recordings = Recordings(recorder, self._uses)
+        compiles = self._options.compiles(device)
+        return Forwarder(models, attention, device=device, compiles=compiles, recordings=recordings)

@@ -1,0 +1,155 @@
+"""Forwards recorded once and replayed: on CUDA one launch instead of some thousands, so lanes need little of Python.
+
+A recorded forward reads and writes the same memory every time. What changes goes into fixed tensors before a replay:
+the latents, the timestep, the positions and the tokens of the forward's own page. The number of keys and the bank are
+fixed, so each needs a recording of its own.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..kv.bank import IndexedView
+
+MIN_REPLAYS = 3
+"""Recording takes about as long as launching two forwards, so fewer replays would not pay."""
+
+Body = Callable[[], None]
+Velocity = Callable[["Inputs", IndexedView], Tensor]
+
+
+class Recorder(Protocol):
+    """Turns a body into something that does the same again on the same memory."""
+
+    def record(self, body: Body) -> Body:
+        """Run ``body`` once and return what repeats it."""
+        ...
+
+    def free(self) -> None:
+        """Drop all recordings; only when the device has finished with them."""
+        ...
+
+
+class Rerun:
+    """Repeats a body by running it again: what recordings do, on any device, for tests."""
+
+    def record(self, body: Body) -> Body:
+        body()
+        return body
+
+    def free(self) -> None:
+        pass
+
+
+class CudaRecorder:
+    """Captures CUDA graphs on a stream that nothing else uses; they share one memory pool."""
+
+    def __init__(self, device: torch.device, lock: threading.Lock) -> None:
+        """``lock`` is common to all lanes: cudaMallocAsync allows one capture at a time."""
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._lock = lock
+        self._graphs: list[Any] = []
+
+    def record(self, body: Body) -> Body:
+        lane = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(lane)
+        with torch.cuda.stream(self._stream):
+            body()  # the real thing, and the warm-up: kernels load and libraries take their workspace
+            graph = self._capture(body)
+        lane.wait_stream(self._stream)
+        self._graphs.append(graph)  # until the end: a graph must not go while it runs
+        replay: Body = graph.replay
+        return replay
+
+    def _capture(self, body: Body) -> Any:
+        pool = self._graphs[0].pool() if self._graphs else None
+        graph = torch.cuda.CUDAGraph()
+        with self._lock:  # torch.cuda.graph would wait for all devices and empty the allocator's cache
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                body()
+            finally:
+                graph.capture_end()
+        return graph
+
+    def free(self) -> None:
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What changes from one forward to the next of the same kind."""
+
+    x_BCFHW: Tensor
+    timestep_BF: Tensor
+    frames: Tensor
+    """Absolute latent indices [F]."""
+    own: Tensor
+    """Token indices of the forward's own page in its bank."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.x_BCFHW, self.timestep_BF, self.frames, self.own
+
+    def clone(self) -> "Inputs":
+        with torch.inference_mode(False):
+            return Inputs(*(tensor.clone() for tensor in self.tensors()))
+
+    def fill(self, source: "Inputs") -> None:
+        for target, tensor in zip(self.tensors(), source.tensors(), strict=True):
+            target.copy_(tensor, non_blocking=True)
+
+
+@dataclass(slots=True)
+class _Recording:
+    inputs: Inputs
+    output: Tensor
+    replay: Body
+
+
+class Recordings:
+    """One lane's recordings, by kind of forward. ``uses`` says how often each kind is going to run."""
+
+    def __init__(self, recorder: Recorder, uses: Counter[Hashable]) -> None:
+        self._recorder = recorder
+        self._left = Counter(uses)
+        self._made: dict[Hashable, _Recording] = {}
+
+    def pays(self, kind: Hashable) -> bool:
+        """Return whether to run ``kind`` through ``velocity``: it is recorded, or will run often enough."""
+        return kind in self._made or self._left[kind] > MIN_REPLAYS
+
+    def count(self, kind: Hashable) -> None:
+        """Note one run of ``kind``; after its last one its recording is dropped, so that its bank can go."""
+        self._left[kind] -= 1
+        if self._left[kind] <= 0:
+            self._made.pop(kind, None)
+
+    def velocity(self, kind: Hashable, inputs: Inputs, view: IndexedView, compute: Velocity) -> Tensor:
+        """Return the velocity, in memory that the next call overwrites: use it before that, on the same stream."""
+        if kind in self._made:
+            made = self._made[kind]
+            made.inputs.fill(inputs)
+            made.replay()
+            return made.output
+        fixed = inputs.clone()
+        with torch.inference_mode(False):
+            output = torch.empty_like(inputs.x_BCFHW, dtype=view.dtype)
+        fixed_view = view.at(fixed.own)
+
+        def body() -> None:
+            output.copy_(compute(fixed, fixed_view))
+
+        self._made[kind] = _Recording(inputs=fixed, output=output, replay=self._recorder.record(body))
+        return output
+
+    def free(self) -> None:
+        """Drop everything; only when the device has finished."""
+        self._made.clear()
+        self._recorder.free()
