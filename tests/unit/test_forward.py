@@ -1,0 +1,187 @@
+"""Faster ways to run a forward change no byte, and step aside where they cannot work."""
+
+import logging
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashforward_core.engine import forward
+from flashforward_core.engine import lanes as lanes_module
+from flashforward_core.engine.events import Event
+from flashforward_core.engine.executor import run_placed
+from flashforward_core.engine.forward import FastOptions
+from flashforward_core.engine.graphs import MIN_REPLAYS, Inputs, Recordings, Rerun
+from flashforward_core.engine.lanes import ThreadLane
+from flashforward_core.engine.ops import RunInputs
+from flashforward_core.engine.placement import lanes_for, place
+from flashforward_core.graph.schedules import SCHEDULES, build_graph, spec_for
+from flashforward_core.model import compiled
+from flashforward_core.model.compiled import compiled_parts, num_compilations
+from flashforward_core.model.transformer import Block
+from flashforward_core.specs import PromptSpan, RolloutSpec
+
+pytestmark = pytest.mark.cpu
+
+
+def run(rig: Any, spec: RolloutSpec, *, fast: FastOptions, lanes: int = 2) -> Tensor:
+    events: list[Event] = []
+    graph = build_graph(spec, decode=False)
+    placement = place(graph, lanes=lanes_for(["cpu"] * lanes), layout="single" if lanes == 1 else "interleaved")
+    run_placed(
+        graph,
+        inputs=RunInputs(spec=spec_for(spec), texts=rig.texts()),
+        backbone=rig.backbone(),
+        placement=placement,
+        on_event=events.append,
+        fast=fast,
+        poison=True,
+    )
+    return rig.video(events)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count what is recorded and what is replayed."""
+    counts: Counter[str] = Counter()
+
+    class Counting(Rerun):
+        def record(self, body: Any) -> Any:
+            counts["recorded"] += 1
+            super().record(body)
+
+            def replay() -> None:
+                counts["replayed"] += 1
+                body()
+
+            return replay
+
+    monkeypatch.setattr(forward, "Rerun", Counting)
+    return counts
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_replayed_forwards_give_the_same_bytes(rig: Any, replays: Counter[str], schedule: str, lanes: int) -> None:
+    spec = rig.spec(schedule, latent_frames=30)
+    expected = run(rig, spec, fast=FastOptions(graphs="off"), lanes=lanes)
+    assert not replays
+    assert torch.equal(run(rig, spec, fast=FastOptions(graphs="on"), lanes=lanes), expected)
+    assert replays["replayed"] > 2 * replays["recorded"] > 0
+
+
+def test_a_new_prompt_needs_a_recording_of_its_own(rig: Any, replays: Counter[str]) -> None:
+    """A recording holds the keys of the prompt it was made with."""
+    spans = (PromptSpan(), PromptSpan(start=30, prompt=1))
+    spec = rig.spec("flashforward_no_anchors", latent_frames=60, prompts=spans)
+    expected = run(rig, spec, fast=FastOptions())
+    assert torch.equal(run(rig, spec, fast=FastOptions(graphs="on")), expected)
+    assert replays["recorded"] == 2 * 2  # stages and prompts; the short histories at the start recur too seldom
+
+
+def test_memory_order_lets_banks_go_in_spite_of_recordings(rig: Any) -> None:
+    spec = rig.spec("flashforward_no_anchors", latent_frames=30)
+    graph = build_graph(spec, decode=False)
+    peaks = [
+        run_placed(
+            graph,
+            inputs=RunInputs(spec=spec_for(spec), texts=rig.texts()),
+            backbone=rig.backbone(),
+            placement=place(graph, lanes=lanes_for(["cpu"]), order="memory"),
+            fast=FastOptions(graphs=graphs),
+        ).peak_kv_bytes
+        for graphs in ("off", "on")
+    ]
+    assert peaks[0] == peaks[1]
+
+
+class FakeView:
+    """Stands for memory that a recording holds."""
+
+    dtype = torch.float32
+
+    def at(self, own: Tensor) -> "FakeView":
+        return self
+
+
+def inputs(value: float) -> Inputs:
+    whole = torch.arange(2)
+    return Inputs(torch.full((1, 2, 1, 2, 2), value), torch.zeros(1, 1), whole[:1], whole)
+
+
+def test_a_recording_goes_after_its_last_use_and_none_is_made_for_few() -> None:
+    recordings = Recordings(Rerun(), Counter({"often": MIN_REPLAYS + 1, "seldom": MIN_REPLAYS}))
+    assert recordings.pays("often") and not recordings.pays("seldom") and not recordings.pays("never")
+    for value in range(MIN_REPLAYS + 1):
+        v = recordings.velocity("often", inputs(value), FakeView(), lambda given, view: given.x_BCFHW * 2)  # type: ignore[arg-type]
+        assert v.unique().tolist() == [2 * value]
+        assert recordings.pays("often")  # even the last of the planned uses, once recorded
+        recordings.count("often")
+    assert not recordings.pays("often")
+
+
+def test_a_run_ahead_of_its_device_gives_the_same_bytes(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA a lane completes a task while the next one is queued; here the lanes only do the same in Python."""
+    spec = rig.spec()
+    expected = run(rig, spec, fast=FastOptions(), lanes=3)
+    monkeypatch.setattr(lanes_module, "ThreadLane", partial(ThreadLane, lookahead=2))
+    for lanes in (1, 3):
+        assert torch.equal(run(rig, spec, fast=FastOptions(), lanes=lanes), expected)
+
+
+def test_one_compilation_serves_all_blocks_and_histories(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three parts, for planner and renderer, for full and short chunks: 12 in all, and none in a second run.
+
+    dynamo's own backend runs what was traced as it is, so not one byte may differ.
+    """
+    monkeypatch.setattr(forward, "compiled_parts", lambda *key: compiled_parts(*key, backend="eager"))
+    spec = rig.spec(latent_frames=11)  # chunks of 3 and 2, anchor blocks of 2
+    expected = run(rig, spec, fast=FastOptions())
+    before = num_compilations()
+    assert torch.equal(run(rig, spec, fast=FastOptions(compile="on")), expected)
+    made = num_compilations() - before
+    assert made == 3 * 3  # renderer chunks of 3 and 2, anchor blocks of 2; two blocks each, histories of 0 to 2 chunks
+    assert torch.equal(run(rig, spec, fast=FastOptions(compile="on")), expected)
+    assert num_compilations() - before == made
+
+
+def test_without_a_compiler_blocks_run_eagerly_after_one_warning(
+    rig: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def no_compiler(graph: Any, examples: Any) -> Any:
+        raise OSError("no C++ compiler found")
+
+    compiled._warn.cache_clear()
+    monkeypatch.setattr(forward, "compiled_parts", lambda *key: compiled_parts(*key, backend=no_compiler))
+    spec = rig.spec("self_forcing", latent_frames=6)
+    expected = run(rig, spec, fast=FastOptions())
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(run(rig, spec, fast=FastOptions(compile="on")), expected)
+    (record,) = (r for r in caplog.records if r.name == compiled.__name__)
+    assert "compile='off'" in record.getMessage()
+
+
+def test_what_the_parts_do_is_what_a_block_does(rig: Any) -> None:
+    """Block.forward calls before and after; compiled blocks call before, between and finish."""
+    spec = rig.spec("self_forcing", latent_frames=6)
+    plain = compiled.BlockParts(Block.before, Block.between, Block.finish)
+    expected = run(rig, spec, fast=FastOptions())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward, "compiled_parts", lambda *key: plain)
+        assert torch.equal(run(rig, spec, fast=FastOptions(compile="on")), expected)
+
+
+@pytest.mark.parametrize("field", ["compile", "graphs"])
+def test_an_unknown_choice_is_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}='fast' is unknown; use one of: auto, on, off"):
+        replace(FastOptions(), **{field: "fast"})
+
+
+def test_auto_is_off_on_a_cpu_and_records_for_several_cuda_lanes_only() -> None:
+    auto, cuda, cpu = FastOptions(), torch.device("cuda:0"), torch.device("cpu")
+    assert not auto.compiles(cpu) and not auto.records(cpu, cuda_lanes=0)
+    assert not auto.records(cuda, cuda_lanes=1) and auto.records(cuda, cuda_lanes=2)
