@@ -1,0 +1,151 @@
+"""Sparse attention by buckets, against masks written out in loops; padding merged, against the whole prompt."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashforward_core.graph.task import Role
+from flashforward_core.kv.padding import merge_padding
+from flashforward_core.kv.sparse import (
+    SparseOptions,
+    attend_buckets,
+    attend_buckets_flex,
+    attend_prompt,
+    bucket_of_queries_and_keys,
+    density,
+)
+from flashforward_core.model.attention import sdpa
+from flashforward_core.model.biased_attention import attend_biased
+from flashforward_core.model.config import WanConfig
+from flashforward_core.model.transformer import CausalWanTransformer
+
+pytestmark = pytest.mark.cpu
+
+EXACT = 1e-12  # float64, sums of some dozen terms
+OPTIONS = SparseOptions(planes=3, tables=2)
+
+
+def _qkv(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    make = lambda tokens: torch.randn(2, tokens, 2, 8, generator=generator, dtype=torch.float64)  # noqa: E731
+    return make(queries), make(keys) + 2, make(keys)
+
+
+def _mask_written_out(q: Tensor, k: Tensor, options: SparseOptions) -> Tensor:
+    """Return [B, H, L, N]: some table agrees, or none does with any key."""
+    q_codes, k_codes = bucket_of_queries_and_keys(q, k, options=options)
+    mask = torch.zeros(2, 2, q.shape[1], k.shape[1], dtype=torch.bool)
+    for b, h, i in torch.cartesian_prod(torch.arange(2), torch.arange(2), torch.arange(q.shape[1])).tolist():
+        row = [bool((q_codes[:, b, i, h] == k_codes[:, b, j, h]).any()) for j in range(k.shape[1])]
+        mask[b, h, i] = torch.tensor(row if any(row) else [True] * len(row))
+    return mask
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    out = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=mask)
+    return out.transpose(1, 2)
+
+
+def test_a_query_sees_the_keys_of_its_buckets() -> None:
+    q, k, v = _qkv(20, 12)
+    mask = _mask_written_out(q, k, OPTIONS)
+    assert mask.all(dim=-1).any() and not mask.all(), "some query must be alone and some not"
+    assert (attend_buckets(q, k, v, options=OPTIONS) - _masked(q, k, v, mask)).abs().max() < EXACT
+    assert density(q, k, options=OPTIONS) == pytest.approx(mask.double().mean().item(), abs=EXACT)
+
+
+def test_the_bias_goes_on_top() -> None:
+    q, k, v = _qkv(20, 12)
+    bias = torch.rand(2, 2, 12, generator=torch.Generator().manual_seed(1))
+    mask = _mask_written_out(q, k, OPTIONS)
+    scores = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf) + bias.unsqueeze(2)
+    found = attend_buckets(q, k, v, options=OPTIONS, bias_BHN=bias)
+    assert (found - _masked(q, k, v, scores)).abs().max() < EXACT
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_flex_attention_computes_the_same(biased: bool) -> None:
+    q, k, v = (x.float() for x in _qkv(40, 30))
+    bias = torch.rand(2, 2, 30, generator=torch.Generator().manual_seed(1)) if biased else None
+    found = attend_buckets_flex(q, k, v, options=OPTIONS, bias_BHN=bias)
+    expected = attend_buckets(q, k, v, options=OPTIONS, bias_BHN=bias)
+    assert (found - expected).abs().max() < 1e-5  # float32, sums of 30
+
+
+def test_one_plane_of_one_table_halves_the_pairs_and_more_planes_leave_fewer() -> None:
+    q, k, _ = _qkv(300, 300)
+    shares = [density(q, k, options=SparseOptions(planes=planes, tables=1)) for planes in (1, 2, 4)]
+    assert shares[0] == pytest.approx(0.5, abs=0.05)  # Gaussian tokens: half on either side
+    assert shares[0] > shares[1] > shares[2]
+
+
+def test_prompt_tokens_that_no_query_meets_are_dropped() -> None:
+    q, k, v = _qkv(2, 12)
+    options = SparseOptions(planes=4, tables=1)
+    q_codes, k_codes = bucket_of_queries_and_keys(q, k, options=options)
+    met = torch.tensor(
+        [
+            [[bool((q_codes[0, b, :, h] == k_codes[0, b, j, h]).any()) for j in range(12)] for h in range(2)]
+            for b in range(2)
+        ]
+    )
+    met[..., -1] = True  # the padding's row
+    assert 0 < met.sum() < met.numel() / 2
+    bias = torch.rand(2, 2, 12, generator=torch.Generator().manual_seed(1))
+    found = attend_prompt(q, k, v, bias_BHN=bias, keep_last=True, options=options)
+    expected = _masked(q, k, v, bias.double().masked_fill(~met, -torch.inf).unsqueeze(2).expand(-1, -1, 2, -1))
+    assert (found - expected).abs().max() < EXACT
+
+
+def test_a_head_that_meets_no_prompt_token_keeps_all() -> None:
+    generator = torch.Generator().manual_seed(0)
+    spread = 0.01 * torch.randn(1, 6, 1, 8, generator=generator, dtype=torch.float64)
+    q = -1000 * spread[:, :1]
+    options = SparseOptions(planes=12, tables=1)
+    q_codes, k_codes = bucket_of_queries_and_keys(q, spread, options=options)
+    assert not (q_codes[:, :, 0] == k_codes[:, :, :, :].squeeze(-1)).any()
+    found = attend_prompt(q, spread, spread, bias_BHN=torch.zeros(1, 1, 6), keep_last=False, options=options)
+    assert (found - sdpa(q, spread, spread)).abs().max() < EXACT
+
+
+def test_of_four_stages_the_first_is_dense_and_of_ten_blocks_the_first_three() -> None:
+    options = SparseOptions()
+    sparse = {
+        (stage, block)
+        for stage in range(4)
+        for block in range(10)
+        if options.is_sparse(stage=stage, num_stages=4, block=block, num_blocks=10)
+    }
+    assert sparse == {(stage, block) for stage in (1, 2, 3) for block in range(3, 10)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dense_share": 30}, r"dense_share=30 is no share; use 0 to 1"),
+        ({"planes": 0}, r"planes=0 and tables=2 are out of range; use 1 to 16 of each"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SparseOptions(**changes)  # type: ignore[arg-type]
+
+
+CONFIG = WanConfig(name="tiny", dim=48, ffn_dim=64, num_heads=2, num_layers=2, text_dim=12, text_len=9, freq_dim=32)
+
+
+@pytest.mark.parametrize(("lengths", "kept"), [((4, 4), 5), ((6, 3), 7), ((9, 2), 9), ((8, 8), 9), ((0, 0), 1)])
+def test_merged_padding_attends_as_all_rows(lengths: tuple[int, int], kept: int) -> None:
+    torch.manual_seed(0)
+    model = CausalWanTransformer(CONFIG).double().requires_grad_(False)
+    text = torch.randn(2, 9, 12, dtype=torch.float64)
+    for row, length in enumerate(lengths):
+        text[row, length:] = 0
+    whole = model.text_context(text, Role.RENDERER)
+    merged = merge_padding(whole, text)
+    assert merged.padded == (kept != 9 or lengths == (8, 8))
+    q = torch.randn(2, 5, 2, 24, dtype=torch.float64)
+    for (k, v), (k_all, v_all) in zip(merged.text.pairs, whole.pairs, strict=True):
+        assert k.shape[1] == v.shape[1] == kept
+        found = attend_biased(q, k, v, merged.bias_N.view(1, 1, -1))
+        assert (found - sdpa(q, k_all, v_all)).abs().max() < 1e-7  # log n is rounded to float32
