@@ -7,6 +7,7 @@ CONDITIONING is ``[[embedding [B, L, D], {...}], ...]``; the core takes one padd
 import logging
 from typing import Any
 
+import comfy.latent_formats
 import torch
 from torch import Tensor
 
@@ -18,7 +19,9 @@ log = logging.getLogger(__name__)
 
 
 def to_latent(latents_BCFHW: Tensor, backbone: Backbone) -> dict[str, Tensor]:
-    """Wrap normalised latents as ComfyUI's LATENT."""
+    """Wrap normalised latents as ComfyUI's LATENT, in the space of the backbone's VAE: its own, or Wan 2.1's."""
+    if backbone.vae is None:
+        return {"samples": comfy.latent_formats.Wan21().process_out(latents_BCFHW.float())}
     return {"samples": denormalise(backbone.vae, latents_BCFHW)}
 
 
@@ -40,6 +43,8 @@ def video_samples(samples: dict[str, Tensor]) -> Tensor:
 
 def from_latent(samples: dict[str, Tensor], backbone: Backbone) -> Tensor:
     """Take normalised latents [1, 16, F, h, w] out of a LATENT."""
+    if backbone.vae is None:
+        return comfy.latent_formats.Wan21().process_in(video_samples(samples).float())  # type: ignore[no-any-return]
     return normalise(backbone.vae, video_samples(samples))
 
 

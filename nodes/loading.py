@@ -1,26 +1,28 @@
-"""The backbone, and prompts for the embedded one."""
+"""The backbone from files, and prompts for the embedded one."""
 
-import hashlib
+import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import comfy.latent_formats
 import torch
 from comfy_api.latest import io
 
 import flashforward_core
-from flashforward_core.model.attention import ATTENTION
-from flashforward_core.model.loading import load_embedded
+from flashforward_core.model.loading import load_backbone, load_embedded
 from flashforward_core.model.roles import Backbone
 from flashforward_core.model.vae import Preview, load_preview
 
 from .bridge import to_conditioning
 from .devices import default_device
+from .events import show_text
+from .model_files import EMBEDDED, backbone_files, backbone_path, stamp
+from .roles import DTYPES, attention_input, compute_dtype, describe_backbone, make_room, role_inputs, role_paths
 from .sockets import CATEGORY, BackboneSocket, expert
 
-EMBEDDED = "embedded"
-NONE = "none"
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+log = logging.getLogger(__name__)
 
 
 def assets_folder() -> Path:
@@ -30,8 +32,13 @@ def assets_folder() -> Path:
 
 
 def preview_of(backbone: Backbone) -> Preview:
-    """Give the projection that shows a backbone's latents."""
-    return load_preview(assets_folder() / "vae")
+    """Give the projection that shows a backbone's latents: the embedded model's, or ComfyUI's for Wan 2.1."""
+    if backbone.vae is not None:
+        return load_preview(assets_folder() / "vae")
+    wan = comfy.latent_formats.Wan21()  # its factors give colours in -1 to 1
+    weight = tuple((row[0] / 2, row[1] / 2, row[2] / 2) for row in wan.latent_rgb_factors)
+    red, green, blue = (0.5 + value / 2 for value in wan.latent_rgb_factors_bias)
+    return Preview(weight=weight, bias=(red, green, blue))
 
 
 def check_size(backbone: Backbone, *, width: int, height: int) -> None:
@@ -45,13 +52,6 @@ def check_size(backbone: Backbone, *, width: int, height: int) -> None:
     )
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    """``auto`` is float32 on a CPU, where half precision is slow, and bfloat16 elsewhere."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return DTYPES[name]
-
-
 class LoadBackbone(io.ComfyNode):
     """Load a causal video model with its two roles."""
 
@@ -61,52 +61,45 @@ class LoadBackbone(io.ComfyNode):
             node_id="FlashForwardLoadBackbone",
             display_name="Load Backbone",
             category=CATEGORY,
-            description="Loads the video model. The embedded one comes with the pack: small, made for 192x128 "
-            "landscapes, and quick enough for a CPU.",
+            description="Loads the video model: the small embedded one that comes with the pack (192x128 landscapes, "
+            "quick enough for a CPU), or a Wan 2.1 text-to-video model from ComfyUI's model folders.",
             inputs=[
-                io.Combo.Input("backbone", options=[EMBEDDED], default=EMBEDDED, tooltip="The model to load."),
                 io.Combo.Input(
-                    "planner_lora",
-                    options=[NONE],
-                    default=NONE,
-                    tooltip="The planner role's LoRA; the embedded model brings its own.",
+                    "backbone",
+                    options=[EMBEDDED, *backbone_files()],
+                    default=EMBEDDED,
+                    tooltip="The model to load: embedded, or a file of models/diffusion_models or models/checkpoints "
+                    "(safetensors, pt, GGUF) or a diffusers folder.",
                 ),
-                io.Combo.Input(
-                    "renderer_lora",
-                    options=[NONE],
-                    default=NONE,
-                    tooltip="The renderer role's LoRA; the embedded model brings its own.",
-                ),
-                io.Combo.Input(
-                    "preset", options=["auto"], default="auto", tooltip="What the weights were trained for."
-                ),
+                *role_inputs(),
                 expert(
                     io.Combo,
                     "weight_dtype",
-                    options=["auto", *DTYPES],
+                    options=["auto", *DTYPES, "fp8"],
                     default="auto",
-                    tooltip="Precision of the weights; auto: bf16 on a GPU, fp32 on a CPU.",
+                    tooltip="Precision of the weights; auto: bf16 on a GPU (fp8 for an fp8 file), fp32 on a CPU. fp8 "
+                    "keeps the blocks' weights in 8 bits: half the memory.",
                 ),
-                expert(
-                    io.Combo,
-                    "attention",
-                    options=["auto", *ATTENTION],
-                    default="auto",
-                    tooltip="The attention kernel; auto takes the fastest that the device has.",
-                ),
+                attention_input(),
             ],
             outputs=[BackboneSocket.Output("model", display_name="backbone", tooltip="For the other nodes.")],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def fingerprint_inputs(cls, **inputs: Any) -> str:
-        """Change when a file of the embedded model does."""
-        digest = hashlib.sha256()
-        for path in sorted(assets_folder().rglob("*")):
-            if path.is_file():
-                found = os.stat(path)
-                digest.update(f"{path.name}|{found.st_size}|{found.st_mtime_ns}\n".encode())
-        return digest.hexdigest()
+    def validate_inputs(
+        cls, backbone: str | None = None, planner_lora: str | None = None, renderer_lora: str | None = None
+    ) -> bool:
+        if backbone not in (None, EMBEDDED):  # a linked value is known, and checked, when the node runs
+            backbone_path(str(backbone))
+        role_paths(planner_lora, renderer_lora)
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, *, backbone: str, planner_lora: str, renderer_lora: str, **inputs: Any) -> str:
+        """Change when a file that decides the weights does."""
+        main = assets_folder() if backbone == EMBEDDED else backbone_path(backbone)
+        return "\n".join(stamp(path) for path in (main, *role_paths(planner_lora, renderer_lora).values()))
 
     @classmethod
     def execute(
@@ -120,8 +113,38 @@ class LoadBackbone(io.ComfyNode):
         attention: str,
     ) -> io.NodeOutput:
         device = default_device()
-        dtype = _dtype(weight_dtype, device)
-        return io.NodeOutput(load_embedded(assets_folder(), dtype=dtype, device=device, attention=attention))
+        options = {"dtype": compute_dtype(weight_dtype, device), "device": device, "attention": attention}
+        loras = role_paths(planner_lora, renderer_lora)
+        if backbone == EMBEDDED:
+            made = _embedded(preset, loras=bool(loras), fp8=weight_dtype == "fp8", **options)
+        else:
+            path = backbone_path(backbone)
+            make_room(2 * path.stat().st_size, device)
+            fp8 = _fp8(weight_dtype, device)
+            made = load_backbone(path, role_loras=loras, preset=preset, fp8=fp8, **options)
+        text = describe_backbone(made)
+        log.info("%s", text)
+        show_text(text, node_id=cls.hidden.unique_id)
+        return io.NodeOutput(made, ui={"text": [text]})
+
+
+def _fp8(name: str, device: torch.device) -> bool | None:
+    """``auto`` leaves an fp8 file in 8 bits on a GPU; a CPU would be slow with it."""
+    if name == "auto":
+        return None if device.type != "cpu" else False
+    return name == "fp8"
+
+
+def _embedded(preset: str, *, loras: bool, fp8: bool, **options: Any) -> Backbone:
+    if loras:
+        raise ValueError(
+            "planner_lora and renderer_lora do not go with backbone='embedded', which brings its own; use 'none', or "
+            "Apply LoRA"
+        )
+    if fp8:
+        raise ValueError("weight_dtype=fp8 does not go with backbone='embedded', which is small; use weight_dtype=auto")
+    made = load_embedded(assets_folder(), **options)
+    return made if preset == "auto" else replace(made, preset=preset, preset_reason="chosen by hand")
 
 
 class EncodePrompt(io.ComfyNode):
