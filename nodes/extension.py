@@ -5,8 +5,11 @@ from comfy_api.latest import ComfyExtension, io
 from . import routes
 from .devices import Devices
 from .loading import EncodePrompt, LoadBackbone
+from .lora import ApplyLoRA
+from .native import BackboneFromModel
 from .planning import Plan, PlanAnchors
 from .rendering import Render
+from .report import Report
 from .video import DecodeVideo
 
 
@@ -15,4 +18,15 @@ class FlashForwardExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         routes.register()  # here, since ComfyUI 0.3.75 does not call on_load
-        return [LoadBackbone, EncodePrompt, Plan, PlanAnchors, Devices, Render, DecodeVideo]
+        return [
+            LoadBackbone,
+            BackboneFromModel,
+            ApplyLoRA,
+            EncodePrompt,
+            Plan,
+            PlanAnchors,
+            Devices,
+            Render,
+            DecodeVideo,
+            Report,
+        ]

@@ -8,6 +8,7 @@ from comfy_api.latest import io
 from flashforward_core.engine.rollout import plan_anchors
 from flashforward_core.graph.anchors import RULES
 from flashforward_core.graph.schedules import SCHEDULES, spec_for
+from flashforward_core.model.presets import PLAN_MODES, fit_spec
 from flashforward_core.model.roles import Backbone
 from flashforward_core.specs import AnchorPlan, History, RolloutSpec, StageSchedule, VideoShape
 
@@ -82,6 +83,15 @@ class Plan(io.ComfyNode):
                 KVPolicySocket.Input(
                     "kv_policy", optional=True, tooltip="How to keep the history small; no policies exist yet."
                 ),
+                expert(
+                    io.Combo,
+                    "preset",
+                    options=list(PLAN_MODES),
+                    default="auto",
+                    optional=True,
+                    tooltip="auto: on a backbone without FlashForward's role LoRAs, schedule=flashforward gives way to "
+                    "the schedule, chunk, window, sink and steps that the backbone is made for. manual: what is set here.",
+                ),
             ],
             outputs=[
                 PlanSocket.Output("plan", display_name="plan", tooltip="For Plan Anchors and Wavefront Render."),
@@ -99,14 +109,17 @@ class Plan(io.ComfyNode):
         return True
 
     @classmethod
-    def execute(cls, *, backbone: Backbone, devices: Any = None, kv_policy: Any = None, **values: Any) -> io.NodeOutput:
+    def execute(
+        cls, *, backbone: Backbone, devices: Any = None, kv_policy: Any = None, preset: str = "auto", **values: Any
+    ) -> io.NodeOutput:
         if kv_policy is not None:
             raise ValueError("kv_policy is connected, and no policies exist yet; disconnect it")
-        spec = build_spec(**values)
+        asked = build_spec(**values)
+        spec, said = fit_spec(asked, name=backbone.preset, reason=backbone.preset_reason, mode=preset)
         check_size(backbone, width=spec.shape.width, height=spec.shape.height)
         where = devices if devices is not None else default_devices()
         plan = PlanValue(spec=spec, devices=where, node_id=cls.hidden.unique_id)
-        summary = describe(plan, backbone)
+        summary = "\n".join(filter(None, (describe(plan, backbone), said)))
         show_text(summary, node_id=cls.hidden.unique_id)
         return io.NodeOutput(plan, spec.shape.latent_frames, summary, ui={"text": [summary]})
 

@@ -92,3 +92,27 @@ def choose_preset(asked: str, *, file_name: str = "", has_roles: bool = False) -
         if name != FLASHFORWARD and re.search(PRESETS[name].names, plain):
             return Choice(name=name, reason=f"the file's name says {name}")
     return Choice(name=STOCK, reason="no role LoRAs, and a name that no preset knows; a causal model is assumed")
+
+
+PLAN_MODES = ("auto", "manual")
+"""Whether a plan follows the backbone's preset, or its own values to the letter."""
+
+
+def fit_spec(spec: RolloutSpec, *, name: str, reason: str, mode: str = "auto") -> tuple[RolloutSpec, str]:
+    """Return the rollout to run on a backbone whose preset is ``name``, and a sentence about it, or ''.
+
+    With ``auto``, ``schedule='flashforward'`` (the default) on a backbone without FlashForward's roles becomes the
+    backbone's preset; a schedule that was chosen stays. ``manual`` changes nothing. Where planner and renderer run
+    without their roles, the sentence warns of it. An unknown name or mode raises ``ValueError``.
+    """
+    preset = PRESETS[name]
+    if mode not in PLAN_MODES:
+        raise ValueError(f"preset={mode!r} is unknown; use one of: {', '.join(PLAN_MODES)}")
+    if name == FLASHFORWARD:
+        return spec, ""
+    if mode == "auto" and spec.schedule == FLASHFORWARD:
+        said = f"preset {name} ({reason}): {preset.describe()}; flashforward needs role LoRAs"
+        return preset.applied(spec), said
+    if spec.anchors is not None:
+        return spec, f"warning: {spec.schedule} without trained role LoRAs runs, but its quality needs them"
+    return spec, ""

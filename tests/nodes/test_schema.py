@@ -14,22 +14,28 @@ SNAPSHOT = Path(__file__).with_name("schema.json")
 # Typed from the contract, apart from inputs that later releases add at the end.
 INPUTS = {
     "FlashForwardLoadBackbone": "backbone planner_lora renderer_lora preset weight_dtype attention",
+    "FlashForwardBackboneFromModel": "model planner_lora renderer_lora preset attention",
+    "FlashForwardApplyLoRA": "backbone lora strength role mode",
     "FlashForwardEncodePrompt": "backbone text",
     "FlashForwardPlan": "backbone width height seconds fps anchor_stride schedule anchor_rule history planner_history "
-    "chunk_frames sink shift devices kv_policy",
+    "chunk_frames sink shift devices kv_policy preset",
     "FlashForwardPlanAnchors": "backbone plan positive seed",
     "FlashForwardDevices": "devices layout order",
     "FlashForwardRender": "backbone plan positive seed anchors",
     "FlashForwardDecodeVideo": "samples fps filename_prefix vae backbone",
+    "FlashForwardReport": "timeline video plan",
 }
 OUTPUTS = {
     "FlashForwardLoadBackbone": {"backbone": "FF_BACKBONE"},
+    "FlashForwardBackboneFromModel": {"backbone": "FF_BACKBONE"},
+    "FlashForwardApplyLoRA": {"backbone": "FF_BACKBONE", "report": "STRING"},
     "FlashForwardEncodePrompt": {"positive": "CONDITIONING"},
     "FlashForwardPlan": {"plan": "FF_PLAN", "latent_frames": "INT", "summary": "STRING"},
     "FlashForwardPlanAnchors": {"anchors": "FF_ANCHORS", "samples": "LATENT"},
     "FlashForwardDevices": {"devices": "FF_DEVICES"},
     "FlashForwardRender": {"samples": "LATENT", "timeline": "FF_TIMELINE"},
     "FlashForwardDecodeVideo": {"video": "VIDEO"},
+    "FlashForwardReport": {"image": "IMAGE", "json": "STRING"},
 }
 PLAN_DEFAULTS = {
     "width": 832,

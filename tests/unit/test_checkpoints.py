@@ -1,6 +1,7 @@
 """Checkpoints as they come from trainers, hubs and ComfyUI: whatever is around the tensors, the same model loads."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flashforward_core.graph.schedules import spec_for
 from flashforward_core.graph.task import Role
 from flashforward_core.model.checkpoints import load_checkpoint, standardise
 from flashforward_core.model.config import WanConfig
 from flashforward_core.model.fp8 import FP8, Fp8Linear, quantise
 from flashforward_core.model.loading import load_backbone
 from flashforward_core.model.naming import BLOCK_NAMES, OUTER_NAMES, WRAPPERS, module_table
-from flashforward_core.model.presets import PRESETS, choose_preset
+from flashforward_core.model.presets import PRESETS, choose_preset, fit_spec
 from flashforward_core.model.transformer import CausalWanTransformer
 from flashforward_core.specs import AnchorPlan, RolloutSpec, VideoShape
 
@@ -388,3 +390,22 @@ def test_a_stock_file_makes_a_backbone_that_says_what_it_is(weights: dict[str, T
     assert load_backbone(path).fingerprint == backbone.fingerprint
     write(path, original({**weights, "proj_out.bias": weights["proj_out.bias"] + 1}))
     assert load_backbone(path).fingerprint != backbone.fingerprint
+
+
+def test_a_plan_for_a_stock_backbone_never_becomes_flashforward_by_itself() -> None:
+    spec = RolloutSpec(shape=VideoShape(width=832, height=480, latent_frames=81))
+    for name in PRESETS:
+        fitted, said = fit_spec(spec, name=name, reason="why")
+        if name == "flashforward":
+            assert (fitted, said) == (spec, "")
+        else:
+            assert fitted.schedule in ("self_forcing", "hiar")
+            assert said.startswith(f"preset {name} (why): {fitted.schedule}, chunks of 3")
+            assert "flashforward needs role LoRAs" in said
+    chosen = spec_for(replace(spec, schedule="last_stage"))
+    assert fit_spec(chosen, name="hiar", reason="") == (chosen, "")  # a schedule that was chosen stays
+    kept, warned = fit_spec(spec, name="hiar", reason="", mode="manual")
+    assert kept == spec
+    assert warned == "warning: flashforward without trained role LoRAs runs, but its quality needs them"
+    with pytest.raises(ValueError, match="preset='fast' is unknown; use one of: auto, manual"):
+        fit_spec(spec, name="hiar", reason="", mode="fast")
