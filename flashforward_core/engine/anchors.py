@@ -210,5 +210,6 @@ def _plan(
         placement=placement,
         on_event=keep,
         check_cancel=check_cancel,
+        fast=devices.fast,
     )
     return out

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .forward import FastOptions
 from .transfer import CudaOps, DeviceOps, HostOps, Mark
 
 log = logging.getLogger(__name__)
@@ -227,6 +228,8 @@ class DevicePlan:
     """A layout of ``engine.placement``."""
     order: str = "latency"
     """``latency`` (first frames early) or ``memory`` (one stage's KV at a time)."""
+    fast: FastOptions = FastOptions()  # noqa: RUF009 (frozen)
+    """How forwards may be sped up."""
 
     def resolve(self) -> tuple[str, ...]:
         """Return the device of each lane: ``auto`` is every CUDA device, or one CPU.

@@ -108,11 +108,11 @@ def commit(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Value
 
 
 def decode(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Values, homes: Homes) -> dict[Slot, Any]:
-    """Turn one finished chunk into frames [B, F, H, W, 3] in uint8, going on from the previous chunk's state."""
+    """Turn one finished chunk into uint8 frames [B, F, H, W, 3] on the device, after the previous chunk's state."""
     assert state.decoder is not None, f"{state.lane.name} has no decoder"
     before = [values[slot].on(state.lane) for slot in task.reads if slot.space is Space.VAE_STATE]
     latents = _latents(task, inputs, state, values)
-    frames, after = state.decoder.decode(latents, before[0] if before else None)
+    frames, after = state.decoder.decode_in_place(latents, before[0] if before else None)
     made = {Space.FRAMES: frames, Space.VAE_STATE: after}
     return {slot: made[slot.space] for slot in task.writes}
 

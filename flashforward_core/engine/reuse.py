@@ -19,6 +19,7 @@ from ..model.attention import resolve_attention
 from ..model.roles import Backbone
 from ..specs import RolloutSpec
 from ..store import SlotStore
+from .forward import FastOptions
 from .ops import RunInputs
 
 
@@ -58,14 +59,21 @@ def whole(graph: TaskGraph, spec: RolloutSpec) -> Resume:
 
 
 def resume(
-    graph: TaskGraph, *, inputs: RunInputs, backbone: Backbone, devices: tuple[str, ...], page_bytes: int, budget: int
+    graph: TaskGraph,
+    *,
+    inputs: RunInputs,
+    backbone: Backbone,
+    devices: tuple[str, ...],
+    page_bytes: int,
+    budget: int,
+    fast: FastOptions = FastOptions(),  # noqa: B008 (frozen)
 ) -> Resume:
     """Say what of ``graph`` is left to run, given what ``backbone.store`` holds.
 
     ``page_bytes`` is the KV of one latent frame. Snapshots larger than ``budget`` bytes are not kept.
     """
     pages = plan_pages(inputs.spec, graph)
-    keys = slot_keys(graph, pages=pages, inputs=inputs, base=base_key(backbone, inputs, devices=devices))
+    keys = slot_keys(graph, pages=pages, inputs=inputs, base=base_key(backbone, inputs, devices=devices, fast=fast))
     store, spec = backbone.store, inputs.spec
     chunks = places(graph, spec)
     first = next((c for c in (spec.num_chunks, *reversed(chunks)) if _is_there(graph, spec, c, keys, store)), 0)
@@ -119,13 +127,15 @@ def snapshot_slots(graph: TaskGraph, chunk: int) -> tuple[Slot, ...]:
     return tuple(sorted(set(read)))
 
 
-def base_key(backbone: Backbone, inputs: RunInputs, *, devices: tuple[str, ...]) -> str:
+def base_key(backbone: Backbone, inputs: RunInputs, *, devices: tuple[str, ...], fast: FastOptions) -> str:
     """Hash what every slot of a rollout depends on. Kernels may split their sums by device and number of threads."""
     kernels = []
     for name in sorted(set(devices)):
         device = torch.device(name)
         hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        kernels.append((hardware, resolve_attention(backbone.attention, device, dtype=backbone.dtype).name))
+        kernels.append(
+            (hardware, resolve_attention(backbone.attention, device, dtype=backbone.dtype).name, fast.compiles(device))
+        )
     merged = backbone.models[Role.PLANNER] is not backbone.models[Role.RENDERER]
     shape = inputs.spec.shape
     return _hash(

@@ -16,8 +16,9 @@ from ..model.vae import StreamingDecoder, VaeState
 from ..specs import RolloutSpec
 from .anchors import Anchors, check_anchors, plan_anchors, reseed
 from .cost import rounds
-from .events import AnchorBlockReady, ChunkReady, Event, TaskFinished, Timeline
+from .events import AnchorBlockReady, ChunkReady, Event, LaneInfo, TaskFinished, Timeline
 from .executor import RunReport, bank_shape, run_placed
+from .forward import FastOptions
 from .inputs import checked_inputs, empty_latents
 from .lanes import DevicePlan
 from .ops import RunInputs
@@ -82,7 +83,7 @@ def render(
         raise ValueError("decode=True needs a backbone with an autoencoder; load one, or decode the latents elsewhere")
     graph = build_graph(inputs.spec, decode=decode, given_anchors=anchors is not None)
     lanes = lanes_for(devices.resolve())
-    run = _resume(graph, inputs, backbone, devices=tuple(lane.device for lane in lanes), reuse_bytes=reuse_bytes)
+    run = _resume(graph, inputs, backbone, lanes=lanes, fast=devices.fast, reuse_bytes=reuse_bytes)
     placement = place(run.graph, lanes=lanes, layout=devices.layout, order=devices.order)
     out = empty_latents(backbone, inputs, frames=inputs.spec.shape.latent_frames)
     events = _Events(out, inputs.spec, on_event=on_event, skipped=len(graph) - len(run.graph))
@@ -96,6 +97,7 @@ def render(
         on_event=events,
         check_cancel=check_cancel,
         resume=run,
+        fast=devices.fast,
     )
     if reuse_bytes:
         remember(run, store=backbone.store, latents=events.latents, kv=report.kept, budget=reuse_bytes)
@@ -143,7 +145,13 @@ def _inputs(backbone: Backbone, spec: RolloutSpec, texts: Sequence[Tensor], *, a
 
 
 def _resume(
-    graph: TaskGraph, inputs: RunInputs, backbone: Backbone, *, devices: tuple[str, ...], reuse_bytes: int
+    graph: TaskGraph,
+    inputs: RunInputs,
+    backbone: Backbone,
+    *,
+    lanes: Sequence[LaneInfo],
+    fast: FastOptions,
+    reuse_bytes: int,
 ) -> Resume:
     if reuse_bytes < 0:
         raise ValueError(f"reuse_bytes={reuse_bytes} is below 0; use 0 to reuse nothing")
@@ -151,7 +159,15 @@ def _resume(
         backbone.store.shrink(0)
         return whole(graph, inputs.spec)
     page_bytes = bank_shape(backbone, inputs).bank_bytes(frames=1)
-    return resume(graph, inputs=inputs, backbone=backbone, devices=devices, page_bytes=page_bytes, budget=reuse_bytes)
+    return resume(
+        graph,
+        inputs=inputs,
+        backbone=backbone,
+        devices=tuple(lane.device for lane in lanes),
+        fast=fast,
+        page_bytes=page_bytes,
+        budget=reuse_bytes,
+    )
 
 
 class _Events:

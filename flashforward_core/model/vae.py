@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,19 +54,28 @@ class StreamingDecoder:
 
         The first latent frame of a video gives one frame, every other one four. ``state`` is not changed.
         """
-        frames, after = self.decode_float(latents_BCFHW, state)
+        frames, after = self.decode_in_place(latents_BCFHW, state)
+        return frames.cpu(), after
+
+    def decode_in_place(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
+        """Like ``decode``, with the frames left on the autoencoder's device, so that nothing waits for it."""
+        frames, after = self._decode(latents_BCFHW, state)
         return to_uint8(frames), after
 
-    @torch.no_grad()
     def decode_float(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
         """Like ``decode``, with float32 frames in [0, 1], as ComfyUI's IMAGE has them."""
+        frames, after = self._decode(latents_BCFHW, state)
+        return frames.cpu(), after
+
+    @torch.no_grad()
+    def _decode(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
         weight = self.vae.post_quant_conv.weight
         z = denormalise(self.vae, latents_BCFHW.to(weight.device)).to(weight.dtype)
         frames = []
         for latent in z.split(1, dim=2):  # one shape for every call: the bytes do not depend on the chunks
             cache = CausalCache(() if state is None else state.features)
             options = Options(as_conv2d=_use_conv2d(self._as_conv2d, weight.device), cache=cache)
-            frames.append(_to_unit_range(decode_raw(self.vae, latent, options)).cpu())
+            frames.append(_to_unit_range(decode_raw(self.vae, latent, options)))
             state = VaeState(cache.after)
         assert state is not None, "no latent frame to decode"
         return torch.cat(frames, dim=1), state
@@ -118,9 +128,15 @@ def _use_conv2d(choice: bool | None, device: torch.device) -> bool:
 
 
 def _latent_statistics(vae: AutoencoderKLWan, device: torch.device) -> tuple[Tensor, Tensor]:
-    pair = torch.tensor([vae.config.latents_mean, vae.config.latents_std], dtype=torch.float32, device=device)
-    mean, std = pair.view(2, 1, -1, 1, 1, 1)
-    return mean, std
+    return _statistics(tuple(vae.config.latents_mean), tuple(vae.config.latents_std), device)
+
+
+@cache
+def _statistics(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Per channel, [1, C, 1, 1, 1]. Kept, since putting them on a CUDA device makes the host wait for its stream."""
+    with torch.inference_mode(False):
+        pair = torch.tensor([mean, std], dtype=torch.float32, device=device).view(2, 1, -1, 1, 1, 1)
+    return pair[0], pair[1]
 
 
 def _to_unit_range(pixels_BCFHW: Tensor) -> Tensor:
