@@ -6,35 +6,17 @@ Letters: B batch, L queries, N keys, H heads, D head dim, P planes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..kv_policy import AnnOptions
 from ..model.layers import at_least_fp32
 from ..registry import Registry
 from .dispatch import triton_serves
 
 QUERY_BLOCK = 512
 """Queries that are compared with all keys at a time, to bound the memory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnnOptions:
-    """How nearest keys are found."""
-
-    method: str = "quantised"
-    """``exact`` (brute force), ``quantised`` or ``signs``."""
-    bits: int = 8
-    """Of a component when quantised (2 to 8), of a whole key with signs (1 to 1024); ``exact`` ignores it."""
-    seed: int = 0
-    """Of the random planes."""
-
-    def __post_init__(self) -> None:
-        ENCODERS[self.method]
-        low, high = {"quantised": (2, 8), "signs": (1, 1024)}.get(self.method, (0, 1024))
-        if not low <= self.bits <= high:
-            raise ValueError(f"bits={self.bits} does not suit method={self.method!r}; use {low} to {high}")
 
 
 Encoder = Callable[[Tensor, AnnOptions], tuple[Tensor, Tensor]]
@@ -44,17 +26,17 @@ ENCODERS: Registry[Encoder] = Registry("ann method")
 
 
 @ENCODERS.add("exact")
-def _exact(x: Tensor, options: "AnnOptions") -> tuple[Tensor, Tensor]:
+def _exact(x: Tensor, options: AnnOptions) -> tuple[Tensor, Tensor]:
     return x, x.new_ones(x.shape[:-1])
 
 
 @ENCODERS.add("quantised")
-def _quantised(x: Tensor, options: "AnnOptions") -> tuple[Tensor, Tensor]:
+def _quantised(x: Tensor, options: AnnOptions) -> tuple[Tensor, Tensor]:
     return quantise(x, bits=options.bits)
 
 
 @ENCODERS.add("signs")
-def _signs(x: Tensor, options: "AnnOptions") -> tuple[Tensor, Tensor]:
+def _signs(x: Tensor, options: AnnOptions) -> tuple[Tensor, Tensor]:
     planes = random_planes(x.shape[-1], options.bits, seed=options.seed, like=x)
     return torch.where(x @ planes >= 0, 1.0, -1.0).to(x.dtype), x.new_ones(x.shape[:-1])
 

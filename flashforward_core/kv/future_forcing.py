@@ -12,49 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kv_policy import AnnOptions, FutureForcingOptions
 from ..model.layers import at_least_fp32
-from .ann import AnnOptions, nearest
+from .ann import nearest
 from .attention_mass import attention_mass
 from .queries import QueryStatistics, proxies
 from .tokens import Grid, Tokens, close_gaps
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FutureForcingOptions:
-    """What is kept. Where the paper is silent, the defaults are ours (docs/decisions.md)."""
-
-    budget_frames: int = 9
-    """Latent frames' worth of tokens that each head keeps."""
-    sink_frames: int = 3
-    """First latent frames, never evicted."""
-    recent_frames: int = 3
-    """Latest latent frames, never evicted."""
-    future_weight: float = 0.5
-    """λ: 1 looks at the future only, 0 at the past only."""
-    lookahead: tuple[int, ...] = (1, 2, 4, 8)
-    """Coming chunks that are predicted; 1 is the next."""
-    cells: int = 16
-    """Places of a frame whose future attention is told apart when tokens are merged."""
-    cell_queries: int = 4
-    """Predicted queries of a place."""
-    per_head: bool = False
-    """Keep one mean query per head instead of one per token of a frame."""
-
-    def __post_init__(self) -> None:
-        exempt = self.sink_frames + self.recent_frames
-        if min(self.sink_frames, self.recent_frames) < 0 or self.budget_frames <= exempt:
-            raise ValueError(
-                f"budget_frames={self.budget_frames} leaves no choice beside {self.sink_frames} sink and "
-                f"{self.recent_frames} recent frames; use at least {exempt + 1}"
-            )
-        if not 0 <= self.future_weight <= 1:
-            raise ValueError(f"future_weight={self.future_weight} is no share; use 0 to 1")
-        if not self.lookahead or min(self.lookahead) < 1:
-            raise ValueError(
-                f"lookahead={self.lookahead} predicts no coming chunk; use numbers from 1, such as 1, 2, 4"
-            )
-        if min(self.cells, self.cell_queries) < 1:
-            raise ValueError(f"cells={self.cells} of cell_queries={self.cell_queries} ask nothing; use at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

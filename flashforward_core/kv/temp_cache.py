@@ -5,29 +5,14 @@ when the keys are equal (Lemma 5.1), also for tokens that were merged before.
 Letters: B batch, N tokens, L own tokens of one latent frame, H heads, D head dim.
 """
 
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from ..kv_policy import TempCacheOptions
 from ..model.layers import at_least_fp32
-from .ann import AnnOptions, nearest
+from .ann import nearest
 from .tokens import Grid, Tokens, join, unrotate, whole_frames
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TempCacheOptions:
-    """What counts as the same token."""
-
-    threshold: float = 0.9
-    """Least cosine of two keys, before rotary positions, to merge them; above 1 nothing merges."""
-    ann: AnnOptions = field(default_factory=AnnOptions)
-    """How a query's corresponding key is found."""
-
-    def __post_init__(self) -> None:
-        if not self.threshold > 0:
-            raise ValueError(f"threshold={self.threshold} merges unrelated tokens; use a cosine above 0, such as 0.9")
 
 
 def merge_groups(tokens: Tokens, root_BNH: Tensor, *, priority_BNH: Tensor) -> Tokens:

@@ -5,8 +5,9 @@ import os
 import pytest
 import torch
 
-from flashforward_core.kv.ann import AnnOptions, nearest, quantise
+from flashforward_core.kv.ann import nearest, quantise
 from flashforward_core.kv.attention_mass import attention_mass_torch
+from flashforward_core.kv_policy import AnnOptions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RUNS = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"

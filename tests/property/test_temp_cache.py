@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashforward_core.kv.ann import AnnOptions
-from flashforward_core.kv.temp_cache import TempCacheOptions, absorb_frames, merge_groups, squeeze
+from flashforward_core.kv.temp_cache import absorb_frames, merge_groups, squeeze
 from flashforward_core.kv.tokens import Grid, Tokens
+from flashforward_core.kv_policy import AnnOptions, TempCacheOptions
 from flashforward_core.model.attention import sdpa
 from flashforward_core.model.biased_attention import attend_biased
 from flashforward_core.model.config import WanConfig

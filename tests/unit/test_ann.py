@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from flashforward_core.kv.ann import AnnOptions, buckets, nearest, quantise, recall, recall_by_bits
+from flashforward_core.kv.ann import buckets, nearest, quantise, recall, recall_by_bits
+from flashforward_core.kv_policy import AnnOptions
 
 pytestmark = pytest.mark.cpu
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from flashforward_core.kv.attention_mass import attention_mass
 from flashforward_core.kv.future_forcing import (
     Attended,
-    FutureForcingOptions,
     compact,
     future_frames,
     hybrid_scores,
@@ -19,6 +18,7 @@ from flashforward_core.kv.future_forcing import (
 )
 from flashforward_core.kv.queries import proxies, query_statistics
 from flashforward_core.kv.tokens import Grid, Tokens, whole_frames
+from flashforward_core.kv_policy import FutureForcingOptions
 from flashforward_core.model.config import WanConfig
 from flashforward_core.model.layers import rotate, rotation
 
@@ -236,7 +236,7 @@ def _frames_of(found: Tokens, tokens: Tokens) -> list[int]:
         ({"budget_frames": 6}, r"budget_frames=6 leaves no choice beside 3 sink and 3 recent frames; use at least 7"),
         ({"future_weight": 1.5}, r"future_weight=1.5 is no share; use 0 to 1"),
         ({"lookahead": (0, 1)}, r"lookahead=\(0, 1\) predicts no coming chunk"),
-        ({"cells": 0}, r"cells=0 of cell_queries=4 ask nothing; use at least 1"),
+        ({"cells": 0}, r"cells=0 asks nothing; use at least 1"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(changes: dict[str, object], message: str) -> None:

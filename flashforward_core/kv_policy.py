@@ -1,0 +1,127 @@
+"""Which KV policy a rollout has, and its settings: frozen and validated. How each works: kv/policies.py."""
+
+from dataclasses import dataclass, field
+
+from .registry import Registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnOptions:
+    """How nearest keys are found."""
+
+    method: str = "quantised"
+    """``exact`` (brute force), ``quantised`` or ``signs``."""
+    bits: int = 8
+    """Of a component when quantised (2 to 8), of a whole key with signs (1 to 1024); ``exact`` ignores it."""
+    seed: int = 0
+    """Of the random planes."""
+
+    def __post_init__(self) -> None:
+        ranges = {"exact": (0, 1024), "quantised": (2, 8), "signs": (1, 1024)}
+        if self.method not in ranges:
+            raise ValueError(f"ann method={self.method!r} is unknown; use one of: {', '.join(ranges)}")
+        low, high = ranges[self.method]
+        if not low <= self.bits <= high:
+            raise ValueError(f"bits={self.bits} does not suit method={self.method!r}; use {low} to {high}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepOptions:
+    """The schedule's own window and sink, untouched."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowOptions:
+    """The first frames and the latest, first in first out: what the other policies are compared with."""
+
+    budget_frames: int = 9
+    """Latent frames kept, the sink's included."""
+    sink_frames: int = 3
+    """First latent frames, never evicted."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sink_frames < self.budget_frames:
+            raise ValueError(
+                f"budget_frames={self.budget_frames} leaves no window beside {self.sink_frames} sink frames; "
+                f"use at least {max(self.sink_frames, 0) + 1}, and a sink of 0 or more"
+            )
+
+    def held_frames(self, seen: int) -> int:
+        """Return the latent frames that are kept of ``seen``."""
+        return min(seen, self.budget_frames)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TempCacheOptions:
+    """What counts as the same token, and how much is kept."""
+
+    threshold: float = 0.9
+    """Least cosine of two keys, before rotary positions, to merge them; above 1 nothing merges."""
+    ann: AnnOptions = field(default_factory=AnnOptions)
+    """How a query's corresponding key is found."""
+    budget_frames: int = 18
+    """Latent frames' worth of merged tokens that are kept at most; the oldest go first."""
+
+    def __post_init__(self) -> None:
+        if not self.threshold > 0:
+            raise ValueError(f"threshold={self.threshold} merges unrelated tokens; use a cosine above 0, such as 0.9")
+        if self.budget_frames < 1:
+            raise ValueError(f"budget_frames={self.budget_frames} keeps nothing; use at least 1, such as 18")
+
+    def held_frames(self, seen: int) -> int:
+        """Return the latent frames' worth of tokens that are kept of ``seen`` when nothing merges."""
+        return min(seen, self.budget_frames)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FutureForcingOptions:
+    """What is kept. Where the paper is silent, the defaults are ours (docs/decisions.md)."""
+
+    budget_frames: int = 9
+    """Latent frames' worth of tokens that each head keeps."""
+    sink_frames: int = 3
+    """First latent frames, never evicted."""
+    recent_frames: int = 3
+    """Latest latent frames, never evicted."""
+    future_weight: float = 0.5
+    """λ: 1 looks at the future only, 0 at the past only."""
+    lookahead: tuple[int, ...] = (1, 2, 4, 8)
+    """Coming chunks that are predicted; 1 is the next."""
+    cells: int = 16
+    """Places of a frame whose future attention is told apart when tokens are merged."""
+    cell_queries: int = 4
+    """Predicted queries of a place."""
+    per_head: bool = False
+    """Keep one mean query per head instead of one per token of a frame."""
+    history_stride: int = 16
+    """Of a chunk, every query this far apart is asked what it attends to."""
+
+    def __post_init__(self) -> None:
+        exempt = self.sink_frames + self.recent_frames
+        if min(self.sink_frames, self.recent_frames) < 0 or self.budget_frames <= exempt:
+            raise ValueError(
+                f"budget_frames={self.budget_frames} leaves no choice beside {self.sink_frames} sink and "
+                f"{self.recent_frames} recent frames; use at least {exempt + 1}"
+            )
+        if not 0 <= self.future_weight <= 1:
+            raise ValueError(f"future_weight={self.future_weight} is no share; use 0 to 1")
+        if not self.lookahead or min(self.lookahead) < 1:
+            raise ValueError(
+                f"lookahead={self.lookahead} predicts no coming chunk; use numbers from 1, such as 1, 2, 4"
+            )
+        for name in ("cells", "cell_queries", "history_stride"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} asks nothing; use at least 1")
+
+    def held_frames(self, seen: int) -> int:
+        """Return the latent frames' worth of tokens that are kept of ``seen``."""
+        return min(seen, self.budget_frames)
+
+
+KVPolicy = KeepOptions | WindowOptions | FutureForcingOptions | TempCacheOptions
+
+KV_POLICIES: Registry[type[KVPolicy]] = Registry("kv policy")
+KV_POLICIES.add("keep")(KeepOptions)
+KV_POLICIES.add("window")(WindowOptions)
+KV_POLICIES.add("future_forcing")(FutureForcingOptions)
+KV_POLICIES.add("temp_cache")(TempCacheOptions)
