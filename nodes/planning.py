@@ -90,7 +90,7 @@ class Plan(io.ComfyNode):
                     default="auto",
                     optional=True,
                     tooltip="auto: on a backbone without FlashForward's role LoRAs, schedule=flashforward gives way to "
-                    "the schedule, chunk, window, sink and steps that the backbone is made for. manual: what is set here.",
+                    "the schedule, chunk, window, sink and steps that the backbone is made for. manual: as set.",
                 ),
             ],
             outputs=[
