@@ -24,6 +24,9 @@ COMMANDS = {
         help="predict forwards, rounds, seconds and memory of a rollout without running it", module=".commands.simulate"
     ),
     "render": Command(help="render a prompt to an mp4 with the embedded model", module=".commands.render"),
+    "evaluate": Command(
+        help="measure a video: flicker, seams, drift, motion, faithfulness", module=".commands.evaluate"
+    ),
     "train": Command(help="train the embedded model, one step at a time", module=".train.command"),
 }
 
