@@ -8,7 +8,7 @@ import argparse
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,10 +23,12 @@ from flashforward_core.model.roles import attach_roles
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer
 from flashforward_core.train import base as base_step
+from flashforward_core.train import distill as distill_step
 from flashforward_core.train import sft as sft_step
 from flashforward_core.train.data import LatentPool
 from flashforward_core.train.export import export_model
 from flashforward_core.train.loop import LoopConfig
+from flashforward_core.train.rollout import layout_for
 from flashforward_core.train.synthetic import FPS, HEIGHT, WIDTH
 from flashforward_core.train.vae_train import (
     HELD_OUT,
@@ -180,7 +182,36 @@ def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
         compiled=args.compile,
     )
     if accelerator.is_main_process:
+        base_step.save_base(model, text, args.out / "sft.pt")
         export_model(model, text, vae=args.out / "vae", folder=args.out / "assets", roles=tuple(Role))
+
+
+DISTILL_LATENTS = 81
+STUDENT_LR_SCALE = 0.5  # the critic has to follow the student, so it learns faster
+
+
+def _distill(args: argparse.Namespace, accelerator: Accelerator) -> None:
+    (model, text), (critic, base_text), (base, _) = _models(), _models(), _models()
+    attach_roles(model, rank=ROLE_RANK, alpha=ROLE_RANK)
+    base_step.load_base(model, text, args.init or args.out / "sft.pt")
+    for copy in (critic, base):
+        base_step.load_base(copy, base_text, args.out / "base.pt")
+    spec = sft_step.spec_for_latents(DISTILL_LATENTS, width=WIDTH, height=HEIGHT)
+    model = distill_step.train_distill(
+        model,
+        text,
+        critic,
+        distill_step.Teacher(model=base, text=base_text),
+        _pool(args, text, accelerator),
+        layout_for(spec, device=accelerator.device),
+        replace(_config(args, "distill"), lr_scales={"model.": STUDENT_LR_SCALE}),
+        accelerator=accelerator,
+        clips=args.clips,
+        distill=distill_step.DistillConfig(guidance=args.guidance, forward_kl=args.forward_kl, anchor_weight=1.0),
+        compiled=args.compile,
+    )
+    if accelerator.is_main_process:
+        export_model(model, text, vae=args.out / "vae", folder=args.out / "distilled", roles=tuple(Role))
 
 
 STEPS = {
@@ -188,6 +219,9 @@ STEPS = {
     "base": Step(run=_base, steps=3000, clips=64, lr=1e-3, help="the bidirectional base and the text encoder"),
     "sft": Step(
         run=_sft, steps=4000, clips=16, lr=5e-4, help="both roles, packed supervised fine-tuning", partial=True
+    ),
+    "distill": Step(
+        run=_distill, steps=1200, clips=8, lr=1e-4, help="both roles, on their own rollouts, from sft.pt", partial=True
     ),
 }
 
@@ -199,7 +233,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--init",
         type=Path,
-        help="start from weights: a vae folder (runs the last stage only), an assets folder (base), a base.pt (sft)",
+        help="start from weights: a vae folder (runs the last stage only), an assets folder (base), a base.pt (sft), an sft.pt",
     )
     parser.add_argument("--steps", type=int, help="optimiser steps in all")
     parser.add_argument("--clips", type=int, help="clips per batch and process")
@@ -208,6 +242,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--held-out", type=int, default=128, help="scenes that the autoencoder is measured on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-s", type=float, default=math.inf, help="stop after this many seconds of training")
+    parser.add_argument("--guidance", type=float, default=3.0, help="distill: weight of the teacher's guidance (3)")
+    parser.add_argument("--forward-kl", type=float, default=0.0, help="distill: weight of the loss on real clips (0)")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="run eagerly")
 
 
