@@ -228,6 +228,8 @@ class DevicePlan:
     """A layout of ``engine.placement``."""
     order: str = "latency"
     """``latency`` (first frames early) or ``memory`` (one stage's KV at a time)."""
+    decode: str = "auto"
+    """``own`` (a lane that does nothing else), ``shared`` (the last stage's lane), or ``auto``."""
     fast: FastOptions = FastOptions()  # noqa: RUF009 (frozen)
     """How forwards may be sped up."""
 

@@ -6,7 +6,8 @@ anchors have to reach every lane that renders anyway: the layouts differ in wher
 
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 from ..graph.passes import TaskCost, remaining_path
@@ -16,6 +17,7 @@ from .cost import rounds
 from .events import LaneInfo
 
 ORDERS = ("latency", "memory")
+DECODES = ("auto", "own", "shared")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +39,12 @@ def lanes_for(devices: Iterable[str]) -> tuple[LaneInfo, ...]:
 
 
 def stage_groups(graph: TaskGraph) -> dict[str, int]:
-    """Map each renderer forward's id to its group: stages that share a bank form one group, in stage order.
+    """Map each renderer task's id to its group: stages that share a bank form one group, in stage order.
 
+    A policy's compactions belong to the stage whose bank they compact.
     FlashForward and HiAR have a bank per stage, so each stage is a group; clean history has one bank and one group.
     """
-    tasks = [task for task in graph.tasks if task.role is Role.RENDERER and task.is_forward]
+    tasks = [task for task in graph.tasks if task.role is Role.RENDERER]
     home: dict[str, str] = {}  # a union-find over the names of stages and banks
 
     def root(name: str) -> str:
@@ -59,8 +62,9 @@ def stage_groups(graph: TaskGraph) -> dict[str, int]:
 
 
 def _names(task: ForwardTask) -> list[str]:
-    """Name the banks that a renderer forward touches and, if it denoises, its stage."""
-    banks = [slot.bank for slot in (*task.writes, *task.reads) if slot.space is Space.KV]
+    """Name the banks that a renderer task touches and, if it denoises, its stage."""
+    spaces = (Space.KV, Space.POLICY_STATE)
+    banks = [slot.bank for slot in (*task.writes, *task.reads) if slot.space in spaces]
     return [f"denoise {task.stage}", *banks] if task.kind is Kind.DENOISE else banks
 
 
@@ -69,7 +73,7 @@ class _Homes:
     """Where tasks may run: a lane, or any of several."""
 
     groups: Mapping[str, int]
-    """Renderer forward's id -> group."""
+    """Renderer task's id -> group."""
     group_lane: Mapping[int, int]
     planner: tuple[int, ...]
     """Lanes that the planner may use, best first."""
@@ -141,13 +145,15 @@ def place(
     lanes: Sequence[LaneInfo],
     layout: str = "auto",
     order: str = "latency",
+    decode: str = "auto",
     cost: TaskCost = rounds,
 ) -> Placement:
     """Spread ``graph`` over ``lanes``.
 
     ``auto`` takes the shortest of the layouts, as simulated with ``cost``. ``order`` is ``latency`` (a diagonal
     wavefront; first frames early) or ``memory`` (a lane finishes a stage's chunks before its next stage, so one of
-    its banks lives at a time). Raises ``ValueError`` for unknown names and for lanes that are too few.
+    its banks lives at a time). ``decode`` is ``own`` (the last lane does nothing else), ``shared`` (the last stage's lane
+    decodes) or ``auto`` (a lane that holds no stage, if there is one). Raises ``ValueError`` for unknown names and for lanes that are too few.
     """
     if not lanes:
         raise ValueError("devices=0 is below 1; use devices=1 or more")
@@ -155,11 +161,27 @@ def place(
         raise ValueError(f"order={order!r} is unknown; use one of: {', '.join(ORDERS)}")
     if layout != "auto" and layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is unknown; use one of: auto, {', '.join(LAYOUTS)}")
+    if decode not in DECODES:
+        raise ValueError(f"decode={decode!r} is unknown; use one of: {', '.join(DECODES)}")
+    own = decode == "own" and any(task.kind is Kind.DECODE for task in graph.tasks)
+    if own and len(lanes) == 1:
+        raise ValueError("devices=1 is below 2 for decode='own'; use decode='shared' or more devices")
     names = [layout]
     if layout == "auto":
-        names = ["single"] if len(lanes) == 1 else ["interleaved", "prelude", "streaming"]
-    found = [_schedule(graph, layout=name, lanes=tuple(lanes), order=order, cost=cost) for name in names]
+        names = ["single"] if len(lanes) - own == 1 else ["interleaved", "prelude", "streaming"]
+    home = partial(_homes, stage_groups(graph), lanes=len(lanes), decode="own" if own else decode)
+    found = [
+        _schedule(graph, homes=home(name), layout=name, lanes=tuple(lanes), order=order, cost=cost) for name in names
+    ]
     return min(found, key=lambda pair: pair[0])[1]
+
+
+def _homes(groups: Mapping[str, int], layout: str, *, lanes: int, decode: str) -> _Homes:
+    """Return where a layout puts things when decoding goes as asked."""
+    if decode == "own":
+        return replace(LAYOUTS[layout](groups, lanes - 1), decode=lanes - 1)
+    homes = LAYOUTS[layout](groups, lanes)
+    return replace(homes, decode=max(homes.group_lane.values())) if decode == "shared" else homes
 
 
 Urgency = tuple[int, float, int]
@@ -265,11 +287,10 @@ class _Scheduler:
 
 
 def _schedule(
-    graph: TaskGraph, *, layout: str, lanes: tuple[LaneInfo, ...], order: str, cost: TaskCost
+    graph: TaskGraph, *, homes: _Homes, layout: str, lanes: tuple[LaneInfo, ...], order: str, cost: TaskCost
 ) -> tuple[float, Placement]:
     """Return the makespan and the placement of one layout."""
-    groups = stage_groups(graph)
-    homes = LAYOUTS[layout](groups, len(lanes))
+    groups = homes.groups
     used = 1 if layout == "single" else len(lanes)
     urgency = _urgency(graph, num_lanes=used, cost=cost)
     scheduler = _Scheduler(graph, homes=homes, num_lanes=len(lanes), urgency=urgency)

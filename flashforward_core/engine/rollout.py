@@ -84,7 +84,7 @@ def render(
     graph = build_graph(inputs.spec, decode=decode, given_anchors=anchors is not None)
     lanes = lanes_for(devices.resolve())
     run = _resume(graph, inputs, backbone, lanes=lanes, fast=devices.fast, reuse_bytes=reuse_bytes)
-    placement = place(run.graph, lanes=lanes, layout=devices.layout, order=devices.order)
+    placement = place(run.graph, lanes=lanes, layout=devices.layout, order=devices.order, decode=devices.decode)
     out = empty_latents(backbone, inputs, frames=inputs.spec.shape.latent_frames)
     events = _Events(out, inputs.spec, on_event=on_event, skipped=len(graph) - len(run.graph))
     began = time.perf_counter()

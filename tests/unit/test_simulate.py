@@ -20,7 +20,7 @@ from flashforward_core.engine.events import LaneInfo, TaskSpan, Timeline
 from flashforward_core.engine.placement import LAYOUTS, Placement, lanes_for, place, stage_groups
 from flashforward_core.engine.simulate import simulate
 from flashforward_core.graph.schedules import SCHEDULES, build_graph, planner_graph, spec_for
-from flashforward_core.graph.task import Slot, TaskGraph
+from flashforward_core.graph.task import Kind, Slot, TaskGraph
 from flashforward_core.model.config import WAN_1_3B
 from flashforward_core.specs import AnchorPlan, History, RolloutSpec, VideoShape
 
@@ -255,3 +255,35 @@ def test_a_trace_has_a_thread_per_lane_and_microseconds() -> None:
     assert [e["args"]["name"].split()[0] for e in events if e["ph"] == "M"] == ["lane0", "lane1"]
     first = next(e for e in events if e["name"] == "planner/denoise/b0/s0")
     assert (first["ph"], first["ts"], first["dur"], first["cat"]) == ("X", 0.0, 1e6, "planner")
+
+
+def lanes_of(graph: TaskGraph, placement: Placement, kind: Kind) -> set[int]:
+    return {placement.assign[task.id] for task in graph.tasks if task.kind is kind}
+
+
+@pytest.mark.parametrize("layout", ["auto", "interleaved", "prelude", "streaming", "single"])
+def test_decoding_gets_a_lane_of_its_own_when_asked(layout: str) -> None:
+    graph = build_graph(rollout(21))
+    placement = place(graph, lanes=lanes_for([""] * 3), layout=layout, decode="own")
+    assert lanes_of(graph, placement, Kind.DECODE) == {2}
+    assert 2 not in lanes_of(graph, placement, Kind.DENOISE) | lanes_of(graph, placement, Kind.COMMIT)
+
+
+def test_shared_decoding_stays_where_the_clean_latents_are() -> None:
+    graph = build_graph(rollout(21))
+    placement = place(graph, lanes=lanes_for([""] * 6), layout="interleaved", decode="shared")
+    assert lanes_of(graph, placement, Kind.DECODE) == {placement.assign["renderer/denoise/c0/s3"]}
+
+
+def test_a_lane_for_decoding_alone_is_not_kept_when_nothing_is_decoded() -> None:
+    graph = build_graph(rollout(21), decode=False)
+    placement = place(graph, lanes=lanes_for(["", ""]), layout="interleaved", decode="own")
+    assert lanes_of(graph, placement, Kind.DENOISE) == {0, 1}
+
+
+def test_decoding_on_one_device_cannot_have_its_own() -> None:
+    graph = build_graph(rollout(21))
+    with pytest.raises(ValueError, match="devices=1 is below 2 for decode='own'"):
+        place(graph, lanes=lanes_for([""]), decode="own")
+    with pytest.raises(ValueError, match="decode='both' is unknown"):
+        place(graph, lanes=lanes_for([""]), decode="both")
