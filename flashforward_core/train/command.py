@@ -233,7 +233,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--init",
         type=Path,
-        help="start from weights: a vae folder (runs the last stage only), an assets folder (base), a base.pt (sft), an sft.pt",
+        help="start from weights: a vae folder (last stage only), an assets folder (base), a base.pt (sft), an sft.pt",
     )
     parser.add_argument("--steps", type=int, help="optimiser steps in all")
     parser.add_argument("--clips", type=int, help="clips per batch and process")
