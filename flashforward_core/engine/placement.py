@@ -152,8 +152,9 @@ def place(
 
     ``auto`` takes the shortest of the layouts, as simulated with ``cost``. ``order`` is ``latency`` (a diagonal
     wavefront; first frames early) or ``memory`` (a lane finishes a stage's chunks before its next stage, so one of
-    its banks lives at a time). ``decode`` is ``own`` (the last lane does nothing else), ``shared`` (the last stage's lane
-    decodes) or ``auto`` (a lane that holds no stage, if there is one). Raises ``ValueError`` for unknown names and for lanes that are too few.
+    its banks lives at a time). ``decode`` is ``own`` (the last lane does nothing else), ``shared`` (the last stage's
+    lane decodes) or ``auto`` (a lane that holds no stage, if there is one). Raises ``ValueError`` for unknown names and
+    for lanes that are too few.
     """
     if not lanes:
         raise ValueError("devices=0 is below 1; use devices=1 or more")
@@ -163,13 +164,15 @@ def place(
         raise ValueError(f"layout={layout!r} is unknown; use one of: auto, {', '.join(LAYOUTS)}")
     if decode not in DECODES:
         raise ValueError(f"decode={decode!r} is unknown; use one of: {', '.join(DECODES)}")
-    own = decode == "own" and any(task.kind is Kind.DECODE for task in graph.tasks)
+    if not any(task.kind is Kind.DECODE for task in graph.tasks):
+        decode = "auto"
+    own = decode == "own"
     if own and len(lanes) == 1:
         raise ValueError("devices=1 is below 2 for decode='own'; use decode='shared' or more devices")
     names = [layout]
     if layout == "auto":
         names = ["single"] if len(lanes) - own == 1 else ["interleaved", "prelude", "streaming"]
-    home = partial(_homes, stage_groups(graph), lanes=len(lanes), decode="own" if own else decode)
+    home = partial(_homes, stage_groups(graph), lanes=len(lanes), decode=decode)
     found = [
         _schedule(graph, homes=home(name), layout=name, lanes=tuple(lanes), order=order, cost=cost) for name in names
     ]
