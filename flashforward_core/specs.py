@@ -6,6 +6,8 @@ naming the field, its value, the bound and the remedy.
 
 from dataclasses import dataclass, field
 
+from .kv_policy import KeepOptions, KVPolicy
+
 SPATIAL_FACTOR = 8  # the Wan VAE's spatial stride
 TEMPORAL_FACTOR = 4  # the Wan VAE's temporal stride; the first latent frame is one video frame
 SIZE_STEP = 16  # VAE stride x the transformer's 2x2 patch
@@ -47,7 +49,9 @@ class VideoShape:
     def from_seconds(cls, seconds: float, *, width: int, height: int, fps: float = 16.0) -> "VideoShape":
         """Choose the latent length whose 4n-3 video frames come nearest to ``seconds``."""
         if not 0 < seconds < float("inf"):
-            raise ValueError(f"seconds={seconds} is not above 0 and finite; use seconds={1 / fps:g} (one frame) or more")
+            raise ValueError(
+                f"seconds={seconds} is not above 0 and finite; use seconds={1 / fps:g} (one frame) or more"
+            )
         steps = round((seconds * fps - 1) / TEMPORAL_FACTOR)
         return cls(width=width, height=height, latent_frames=max(0, steps) + 1, fps=fps)
 
@@ -183,6 +187,8 @@ class RolloutSpec:
     history: History = field(default_factory=History)
     prompts: tuple[PromptSpan, ...] = (PromptSpan(),)
     seed: int = 0
+    kv_policy: KVPolicy = field(default_factory=KeepOptions)
+    """What is kept of the history; anything but ``KeepOptions`` replaces the history's window and sink."""
 
     def __post_init__(self) -> None:
         _at_least("chunk_frames", self.chunk_frames, 1, "use chunk_frames=3")
@@ -204,6 +210,17 @@ class RolloutSpec:
                 f"a prompt starts at latent frame {starts[-1]}, past the last one "
                 f"({self.shape.latent_frames - 1}); make the video longer or drop the span"
             )
+
+    @property
+    def compacts(self) -> bool:
+        """Whether a KV policy keeps the history, in COMPACT tasks."""
+        return not isinstance(self.kv_policy, KeepOptions)
+
+    def scene_start(self, chunk: int) -> int:
+        """First chunk of the scene of ``chunk``: the first that begins at or after the last hard cut so far."""
+        start = self.chunk(chunk).start
+        cuts = [span.start for span in self.prompts if span.hard_cut and span.start <= start]
+        return -(-max(cuts, default=0) // self.chunk_frames)
 
     @property
     def num_chunks(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..graph.passes import KV_SPACES, TaskCost
 from ..graph.task import ForwardTask, Kind, Role, Slot, Space
+from ..kv_policy import KeepOptions
 from ..specs import RolloutSpec
 
 
@@ -22,7 +23,17 @@ def slot_frames(slot: Slot, spec: RolloutSpec) -> int:
         return 1
     if slot.space is Space.ANCHOR_LATENT:
         return len(spec.anchor_blocks()[slot.index])
+    if slot.space is Space.POLICY_STATE:
+        return _policy_frames(slot, spec)
     return len(spec.chunk(slot.index))
+
+
+def _policy_frames(slot: Slot, spec: RolloutSpec) -> int:
+    """Return the frames' worth that a policy keeps, or what is handed over to it: with queries, half as much again."""
+    own = spec.chunk(slot.index)
+    if slot.bank.endswith(".own") or isinstance(spec.kv_policy, KeepOptions):
+        return -(-3 * len(own) // 2)
+    return spec.kv_policy.held_frames(own.stop - spec.chunk(spec.scene_start(slot.index)).start)
 
 
 def num_keys(task: ForwardTask, spec: RolloutSpec) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 from .task import ForwardTask, Kind, Role, Slot, Space, TaskGraph, slot_from_str
 
-KV_SPACES = (Space.KV, Space.ANCHOR_KV)
+KV_SPACES = (Space.KV, Space.ANCHOR_KV, Space.POLICY_STATE)
 TaskCost = Callable[[ForwardTask], float]
 """Duration of a task, in whatever unit the caller counts."""
 

@@ -68,10 +68,7 @@ def history_chunks(spec: RolloutSpec, chunk: int) -> tuple[int, ...]:
     The sink pins the first chunks of the scene and counts within the history. A hard cut starts a new scene with
     the first chunk that begins at or after it; chunks before that are forgotten, anchors are not.
     """
-    start = spec.chunk(chunk).start
-    cuts = [span.start for span in spec.prompts if span.hard_cut and span.start <= start]
-    first = -(-max(cuts, default=0) // spec.chunk_frames)
-    scene = range(first, chunk)
+    scene = range(spec.scene_start(chunk), chunk)
     if len(scene) <= spec.history.chunks:
         return tuple(scene)
     sink = -(-spec.history.sink // spec.chunk_frames)
@@ -96,6 +93,34 @@ def _kv(spec: RolloutSpec, memory: Memory, *, chunk: int, stage: int) -> Slot:
         Memory.OUTPUT_LEVEL: (stage + 1, f"stage{stage}"),
     }[memory]
     return Slot(space=Space.KV, index=chunk, level=level, bank=bank)
+
+
+def _policy_state(kv: Slot) -> Slot:
+    """What a policy keeps of the bank of ``kv`` once that chunk has been added."""
+    return replace(kv, space=Space.POLICY_STATE)
+
+
+def _handed_over(kv: Slot) -> Slot:
+    """What a forward gives the policy, in place of publishing ``kv``: keys, values and queries."""
+    return replace(kv, space=Space.POLICY_STATE, bank=f"{kv.bank}.own")
+
+
+def _published(spec: RolloutSpec, kv: Slot) -> Slot:
+    return _handed_over(kv) if spec.compacts else kv
+
+
+def _compact(spec: RolloutSpec, memory: Memory, *, chunk: int, stage: int) -> ForwardTask:
+    """Add what ``chunk`` handed over to what its bank has kept so far in this scene."""
+    kv = _kv(spec, memory, chunk=chunk, stage=stage)
+    before = (replace(_policy_state(kv), index=chunk - 1),) if chunk > spec.scene_start(chunk) else ()
+    return ForwardTask(
+        kind=Kind.COMPACT,
+        role=Role.RENDERER,
+        index=chunk,
+        stage=kv.level,
+        reads=(*before, _handed_over(kv)),
+        writes=(_policy_state(kv),),
+    )
 
 
 def _planner_block(spec: RolloutSpec, block: int, *, given: bool) -> Iterator[ForwardTask]:
@@ -131,6 +156,9 @@ def _gamma(spec: RolloutSpec, chunk: int) -> tuple[int, ...]:
 def _context(spec: RolloutSpec, memory: Memory, *, chunk: int, stage: int) -> tuple[Slot, ...]:
     """KV that a forward of the renderer attends to: anchors, then history, oldest first."""
     anchors = (_anchor_kv(spec, anchor) for anchor in _gamma(spec, chunk))
+    if spec.compacts:
+        history = range(chunk - 1, chunk) if chunk > spec.scene_start(chunk) else range(0)
+        return (*anchors, *(_policy_state(_kv(spec, memory, chunk=j, stage=stage)) for j in history))
     return (*anchors, *(_kv(spec, memory, chunk=j, stage=stage) for j in history_chunks(spec, chunk)))
 
 
@@ -142,15 +170,16 @@ def _commit(spec: RolloutSpec, memory: Memory, *, chunk: int, stage: int) -> For
         index=chunk,
         stage=stage + 1,
         reads=(_latent(Space.LATENT, chunk, stage + 1), *_context(spec, memory, chunk=chunk, stage=stage)),
-        writes=(_kv(spec, memory, chunk=chunk, stage=stage),),
+        writes=(_published(spec, _kv(spec, memory, chunk=chunk, stage=stage)),),
     )
 
 
 def _render_chunk(spec: RolloutSpec, schedule: Schedule, chunk: int) -> Iterator[ForwardTask]:
-    """Denoise one chunk through all stages, with the commits that its schedule asks for."""
+    """Denoise one chunk through all stages, with the commits and compactions that its schedule and policy ask for."""
     memory, last = schedule.memory, spec.stages.num_stages - 1
     for stage in range(last + 1):
-        published = (_kv(spec, Memory.SAME_STAGE, chunk=chunk, stage=stage),) if schedule.in_flight else ()
+        in_flight = (_kv(spec, Memory.SAME_STAGE, chunk=chunk, stage=stage),) if schedule.in_flight else ()
+        published = tuple(_published(spec, kv) for kv in in_flight)
         yield ForwardTask(
             kind=Kind.DENOISE,
             role=Role.RENDERER,
@@ -161,6 +190,10 @@ def _render_chunk(spec: RolloutSpec, schedule: Schedule, chunk: int) -> Iterator
         )
         if memory is Memory.OUTPUT_LEVEL or (memory is Memory.CLEAN and stage == last):
             yield _commit(spec, memory, chunk=chunk, stage=stage)
+            if spec.compacts:
+                yield _compact(spec, memory, chunk=chunk, stage=stage)
+        elif spec.compacts and schedule.in_flight:
+            yield _compact(spec, Memory.SAME_STAGE, chunk=chunk, stage=stage)
 
 
 def _decode(spec: RolloutSpec, chunk: int) -> ForwardTask:

@@ -15,7 +15,7 @@ class Space(StrEnum):
     ANCHOR_KV = "anchor_kv"  # one anchor, so that Γ is visible in the edges
     FRAMES = "frames"  # one chunk's video frames
     VAE_STATE = "vae_state"  # the decoder's causal cache after one chunk
-    POLICY_STATE = "policy_state"
+    POLICY_STATE = "policy_state"  # what a KV policy keeps of a bank after one chunk, or what it is to take in
 
 
 class Kind(StrEnum):
