@@ -4,6 +4,7 @@ import argparse
 import logging
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from ..graph.schedules import SCHEDULES, spec_for
 from ..media import VideoWriter
 from ..model.loading import EMBEDDED_SIZE, load_embedded
 from ..model.roles import Backbone
+from ..prompts import parse, spans
 from ..specs import AnchorPlan, History, RolloutSpec, VideoShape
 
 INTERRUPTED = 130  # what a shell reports for a program that ctrl-C ended
@@ -27,7 +29,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--prompt", required=True, help='such as "a red balloon drifts right over green hills at dusk"')
+    parser.add_argument(
+        "--prompt",
+        required=True,
+        help='such as "a red balloon drifts right over green hills at dusk"; several as "first [5s] | second [10s#]", '
+        "where # is a hard cut",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the mp4 to write")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--seconds", type=float, default=20.0, metavar="S", help="length in seconds (20)")
@@ -130,11 +137,13 @@ def run(args: argparse.Namespace) -> int:
     _check_out(args.out)
     if args.layout != "auto":
         LAYOUTS[args.layout]  # an unknown one raises before anything is loaded
+    prompts = parse(args.prompt)
     spec = spec_of(args, size=EMBEDDED_SIZE)
+    spec = replace(spec, prompts=spans([prompt.time for prompt in prompts], spec.shape))
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     devices = DevicePlan(devices=(args.devices,), layout=args.layout, order=args.order)
     try:
-        result = _render(args, spec, devices)
+        result = _render(args, spec, [prompt.text for prompt in prompts], devices)
     except KeyboardInterrupt:
         return _interrupted(args.out)
     except TaskFailed as error:
@@ -146,9 +155,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _render(args: argparse.Namespace, spec: RolloutSpec, devices: DevicePlan) -> RenderResult:
+def _render(args: argparse.Namespace, spec: RolloutSpec, prompts: list[str], devices: DevicePlan) -> RenderResult:
     backbone = load_embedded(args.assets, dtype=DTYPES[args.dtype], device=devices.resolve()[0])
-    texts = [backbone.text_encoder.encode([args.prompt])]
+    texts = [backbone.text_encoder.encode([prompt]) for prompt in prompts]
     progress = Progress(total_frames=spec.shape.video_frames, quiet=args.quiet)
     return render_to_file(backbone, spec, texts, out=args.out, devices=devices, crf=args.crf, progress=progress)
 

@@ -14,7 +14,7 @@ from flashforward_core.cli import main
 from flashforward_core.engine.rollout import render
 from flashforward_core.media import probe, read_frames
 from flashforward_core.model.loading import load_embedded
-from flashforward_core.specs import RolloutSpec, VideoShape
+from flashforward_core.specs import PromptSpan, RolloutSpec, VideoShape
 
 pytestmark = pytest.mark.cpu
 
@@ -67,6 +67,18 @@ def test_control_c_leaves_a_playable_partial_video(tmp_path: Path, capsys: pytes
     assert threading.active_count() < 4  # no lane is left
 
 
+def test_a_prompt_schedule_is_rendered_as_the_library_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, later = tmp_path / "clip.mp4", "a blue boat drifts left over snowy hills at night"
+    words = ["--latent-frames", "4", "--quiet", "--prompt", f"{PROMPT} [9f] | {later} [#]"]
+    assert main(["render", "--out", str(out), *words]) == 0
+    digest = capsys.readouterr().out.splitlines()[0]
+    backbone = load_embedded()
+    spans = (PromptSpan(), PromptSpan(start=3, prompt=1, hard_cut=True))  # 9 video frames are 3 latent frames
+    spec = RolloutSpec(shape=VideoShape(width=192, height=128, latent_frames=4), prompts=spans)
+    texts = [backbone.text_encoder.encode([prompt]) for prompt in (PROMPT, later)]
+    assert digest.endswith(render(backbone, spec, texts).sha256)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -78,6 +90,7 @@ def test_control_c_leaves_a_playable_partial_video(tmp_path: Path, capsys: pytes
         (["--anchor-rule", "fast"], "anchor_rule='fast' is unknown"),
         (["--crf", "99", "--latent-frames", "1"], "crf=99"),
         (["--seed", "-1"], "seed=-1"),
+        (["--prompt", "a | b"], "has no length"),
     ],
 )
 def test_what_users_can_correct_is_one_line_and_status_2(
