@@ -14,10 +14,8 @@ const DEBOUNCE_MS = 120;
 const timelines = new Map(); // Plan node -> its Timeline
 
 const typeOf = (node) => node?.constructor?.comfyClass ?? node?.type;
-const valuesOf = (node) =>
-  Object.fromEntries(
-    (node.widgets ?? []).filter((widget) => widget.serialize !== false && widget.name !== WIDGET).map(({ name, value }) => [name, value]),
-  );
+const isSaved = (widget) => widget.serialize !== false && widget.options?.serialize !== false; // others only show things
+const valuesOf = (node) => Object.fromEntries((node.widgets ?? []).filter(isSaved).map(({ name, value }) => [name, value]));
 
 /** The node that feeds an input, looking through reroutes; null when nothing does. */
 function sourceOf(node, name) {
@@ -47,10 +45,11 @@ function requestOf(node) {
 class Timeline {
   constructor(node) {
     this.node = node;
-    this.view = new TimelineView();
+    this.view = new TimelineView({ zoom: () => app.canvas.ds.scale });
     this.runs = noRuns();
     this.index = null;
-    this.asked = "";
+    this.asked = ""; // the latest request
+    this.answered = ""; // the request that what is shown answers
     this.timer = 0;
     this.abort = null;
     const options = { serialize: false, hideOnZoom: false, getMinHeight: () => this.height(), getValue: () => "", setValue() {} };
@@ -80,13 +79,14 @@ class Timeline {
       const options = { method: "POST", body, headers: { "Content-Type": "application/json" }, signal: this.abort.signal };
       const response = await api.fetchApi("/flashforward/plan", options);
       const answer = await response.json();
-      if (body === this.asked) this.take(response.ok, answer);
+      if (body === this.asked) this.take(body, response.ok, answer);
     } catch (error) {
       if (error.name !== "AbortError" && body === this.asked) this.view.setError("the server does not answer");
     }
   }
 
-  take(isPlan, answer) {
+  take(body, isPlan, answer) {
+    this.answered = body;
     if (!isPlan) {
       this.view.setError(answer.error ?? "the server cannot predict this plan");
       return;

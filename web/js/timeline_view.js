@@ -57,7 +57,9 @@ function wrap(context, text, width, count) {
 }
 
 export class TimelineView {
-  constructor() {
+  /** `zoom` tells how much the page enlarges the element. */
+  constructor({ zoom }) {
+    this.zoom = zoom;
     this.element = document.createElement("div");
     this.element.className = "flashforward-timeline";
     this.element.style.cssText = "position:relative;width:100%;height:100%;overflow:hidden";
@@ -70,6 +72,7 @@ export class TimelineView {
     this.hover = null;
     this.view = null;
     this.draws = 0;
+    this.drawnRatio = 0;
     this.images = new Map();
     this.visible = true;
     this.pending = 0;
@@ -129,15 +132,12 @@ export class TimelineView {
 
   /** Pixels per CSS pixel, with the graph's zoom. */
   ratio() {
-    const width = this.element.clientWidth;
-    const zoom = width ? this.element.getBoundingClientRect().width / width : 1;
-    return Math.min(4, Math.max(0.5, zoom * (window.devicePixelRatio || 1)));
+    return Math.min(4, Math.max(0.5, this.zoom() * (window.devicePixelRatio || 1)));
   }
 
-  /** Draw again when the graph's zoom has changed enough to blur. */
+  /** Draw again when the graph's zoom has changed: a scaled picture is blurred. */
   checkZoom() {
-    const drawn = this.canvas.width / Math.max(1, this.element.clientWidth);
-    if (this.visible && Math.abs(this.ratio() / drawn - 1) > 0.1) this.invalidate();
+    if (this.ratio() !== this.drawnRatio) this.invalidate();
   }
 
   draw() {
@@ -146,6 +146,7 @@ export class TimelineView {
     this.canvas.width = Math.round(width * ratio);
     this.canvas.height = Math.round(height * ratio);
     this.paint(this.canvas.getContext("2d"), { width, height, ratio });
+    this.drawnRatio = ratio;
     this.draws += 1;
   }
 
