@@ -138,8 +138,8 @@ def spans(times: Iterable[PromptTime], shape: VideoShape) -> tuple[PromptSpan, .
         if abs(start - meets) > _SLACK:
             before = f"prompt {index} ends at {_said(meets, shape)}" if index else "the video starts at 0"
             raise ValueError(
-                f"prompt {index + 1} starts at {_said(start, shape)}, but {before}; let each prompt start where the one "
-                "before ends"
+                f"prompt {index + 1} starts at {_said(start, shape)}, but {before}; let each prompt start where the "
+                "one before ends"
             )
         if start > shape.video_frames - 1:
             raise ValueError(

@@ -5,7 +5,6 @@ CONDITIONING is ``[[embedding [B, L, D], {...}], ...]``; the core takes one padd
 """
 
 import logging
-from typing import Any
 
 import comfy.latent_formats
 import torch
@@ -48,20 +47,12 @@ def from_latent(samples: dict[str, Tensor], backbone: Backbone) -> Tensor:
     return normalise(backbone.vae, video_samples(samples))
 
 
-def to_conditioning(embedding_BLD: Tensor) -> list[list[Any]]:
-    """Wrap one prompt's embedding as ComfyUI's CONDITIONING."""
-    return [[embedding_BLD, {}]]
-
-
-def prompt_texts(positive: list[list[Any]], backbone: Backbone) -> list[Tensor]:
-    """Take the prompt embeddings [1, text_len, text_dim] out of a CONDITIONING.
+def prompt_text(embedding: Tensor, backbone: Backbone) -> Tensor:
+    """Make a CONDITIONING's embedding [1, tokens, text_dim] what the core takes, [1, text_len, text_dim].
 
     Short ones are padded with zero rows, as Wan is trained; long ones are cut with a warning. Raises ``ValueError``
     for embeddings of another text encoder.
     """
-    if len(positive) != 1:
-        raise ValueError(f"positive combines {len(positive)} prompts; connect a single prompt")
-    embedding = positive[0][0]
     width, length = backbone.config.text_dim, backbone.config.text_len
     if embedding.ndim != 3 or embedding.shape[-1] != width:
         raise ValueError(
@@ -72,4 +63,4 @@ def prompt_texts(positive: list[list[Any]], backbone: Backbone) -> list[Tensor]:
         log.warning("positive has %d tokens; the last %d are cut", embedding.shape[1], embedding.shape[1] - length)
     embedding = embedding[:1, :length]
     missing = length - embedding.shape[1]
-    return [torch.nn.functional.pad(embedding, (0, 0, 0, missing))]
+    return torch.nn.functional.pad(embedding, (0, 0, 0, missing))

@@ -3,11 +3,13 @@
 from comfy_api.latest import ComfyExtension, io
 
 from . import routes
+from .anchors import SetAnchor
 from .devices import Devices
 from .loading import EncodePrompt, LoadBackbone
 from .lora import ApplyLoRA
 from .native import BackboneFromModel
 from .planning import Plan, PlanAnchors
+from .prompts import PromptSchedule
 from .rendering import Render
 from .report import Report
 from .video import DecodeVideo
@@ -23,8 +25,10 @@ class FlashForwardExtension(ComfyExtension):
             BackboneFromModel,
             ApplyLoRA,
             EncodePrompt,
+            PromptSchedule,
             Plan,
             PlanAnchors,
+            SetAnchor,
             Devices,
             Render,
             DecodeVideo,

@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import flashforward_core
 from flashforward_core.model.loading import load_backbone, load_embedded
 from flashforward_core.model.roles import Backbone
 from flashforward_core.model.vae import Preview, load_preview
+from flashforward_core.prompts import parse
 
-from .bridge import to_conditioning
 from .devices import default_device
 from .events import show_text
 from .model_files import EMBEDDED, backbone_files, backbone_path, stamp
+from .prompts import encode_schedule, encode_with_backbone
 from .roles import DTYPES, attention_input, compute_dtype, describe_backbone, make_room, role_inputs, role_paths
 from .sockets import CATEGORY, BackboneSocket, expert
 
@@ -157,14 +159,15 @@ class EncodePrompt(io.ComfyNode):
             display_name="Encode Prompt (embedded)",
             category=CATEGORY,
             description="Encodes a prompt for the embedded backbone: a sky (dawn, noon, dusk, night), hills, and one "
-            "or two moving things (ball, boat, balloon, bird).",
+            "or two moving things (ball, boat, balloon, bird). Prompts may follow each other: noon [5s] | night.",
             inputs=[
                 BackboneSocket.Input("backbone", tooltip="The embedded backbone; it brings the text encoder."),
                 io.String.Input(
                     "text",
                     multiline=True,
                     default="a red balloon drifts right over green hills at dusk",
-                    tooltip="What to show, in the words of the model's captions.",
+                    tooltip="What to show, in the words of the model's captions. Over time: a [5s] | b [10s] | c, in "
+                    "seconds or frames (80f); [10s#] starts with a hard cut.",
                 ),
             ],
             outputs=[
@@ -173,7 +176,11 @@ class EncodePrompt(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, **inputs: Any) -> bool:
+        if isinstance(inputs.get("text"), str):  # a linked text is known, and read, when the node runs
+            parse(inputs["text"])
+        return True
+
+    @classmethod
     def execute(cls, *, backbone: Backbone, text: str) -> io.NodeOutput:
-        if backbone.text_encoder is None:
-            raise ValueError("backbone has no text encoder of its own; use CLIP Text Encode with Wan's text encoder")
-        return io.NodeOutput(to_conditioning(backbone.text_encoder.encode([text])))
+        return io.NodeOutput(encode_schedule(parse(text), encode=partial(encode_with_backbone, backbone)))

@@ -5,17 +5,18 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from flashforward_core.engine.rollout import plan_anchors
+from flashforward_core.engine.rollout import Anchors, plan_anchors
 from flashforward_core.graph.anchors import RULES
 from flashforward_core.graph.schedules import SCHEDULES, spec_for
 from flashforward_core.model.presets import PLAN_MODES, fit_spec
 from flashforward_core.model.roles import Backbone
 from flashforward_core.specs import AnchorPlan, History, RolloutSpec, StageSchedule, VideoShape
 
-from .bridge import prompt_texts, to_latent
+from .bridge import to_latent
 from .devices import default_devices
 from .events import RolloutMonitor, check_cancel, show_text
 from .loading import check_size, preview_of
+from .prompts import with_prompts
 from .sockets import (
     CATEGORY,
     AnchorsSocket,
@@ -205,6 +206,12 @@ class PlanAnchors(io.ComfyNode):
                 PlanSocket.Input("plan", tooltip="Size, length and anchor stride."),
                 io.Conditioning.Input("positive", tooltip="The prompt."),
                 seed_input("The anchors' noise. Frames that two strides share keep their noise."),
+                AnchorsSocket.Input(
+                    "keep",
+                    optional=True,
+                    tooltip="Anchors of this plan from Set Anchor: the locked ones stay, the others are planned again "
+                    "around them.",
+                ),
             ],
             outputs=[
                 AnchorsSocket.Output("anchors", display_name="anchors", tooltip="For Wavefront Render."),
@@ -216,15 +223,24 @@ class PlanAnchors(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, *, backbone: Backbone, plan: PlanValue, positive: list[list[Any]], seed: int) -> io.NodeOutput:
-        spec = replace(plan.spec, seed=seed)
+    def execute(
+        cls,
+        *,
+        backbone: Backbone,
+        plan: PlanValue,
+        positive: list[list[Any]],
+        seed: int,
+        keep: Anchors | None = None,
+    ) -> io.NodeOutput:
+        spec, texts = with_prompts(replace(plan.spec, seed=seed), positive, backbone)
         monitor = RolloutMonitor(
             node_id=cls.hidden.unique_id, preview=preview_of(backbone), scale=8, plan=plan, planner_only=True
         )
         anchors = plan_anchors(
             backbone,
             spec,
-            prompt_texts(positive, backbone),
+            texts,
+            keep=keep,
             devices=plan.devices,
             on_event=monitor,
             check_cancel=check_cancel,

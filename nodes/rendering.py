@@ -10,9 +10,10 @@ from flashforward_core.engine.rollout import Anchors, render
 from flashforward_core.model.roles import Backbone
 from flashforward_core.specs import SPATIAL_FACTOR
 
-from .bridge import prompt_texts, to_latent
+from .bridge import to_latent
 from .events import RolloutMonitor, check_cancel, show_text
 from .loading import preview_of
+from .prompts import with_prompts
 from .sockets import (
     CATEGORY,
     AnchorsSocket,
@@ -20,6 +21,7 @@ from .sockets import (
     PlanSocket,
     PlanValue,
     TimelineSocket,
+    expert,
     seed_input,
 )
 
@@ -45,6 +47,17 @@ class Render(io.ComfyNode):
                 AnchorsSocket.Input(
                     "anchors", optional=True, tooltip="From Plan Anchors; unconnected: planned while rendering."
                 ),
+                expert(
+                    io.Float,
+                    "reuse_gib",
+                    default=8.0,
+                    min=0.0,
+                    max=1024.0,
+                    step=0.5,
+                    optional=True,
+                    tooltip="Host memory, in GiB, that keeps what later renders can go on from: after a change of an "
+                    "anchor or a prompt, only what depends on it runs. 0 keeps nothing.",
+                ),
             ],
             outputs=[
                 io.Latent.Output("samples", display_name="samples", tooltip="For Decode & Save Video, or VAE Decode."),
@@ -62,7 +75,9 @@ class Render(io.ComfyNode):
         positive: list[list[Any]],
         seed: int,
         anchors: Anchors | None = None,
+        reuse_gib: float = 8.0,
     ) -> io.NodeOutput:
+        spec, texts = with_prompts(replace(plan.spec, seed=seed), positive, backbone)
         monitor = RolloutMonitor(
             node_id=cls.hidden.unique_id,
             preview=preview_of(backbone),
@@ -72,15 +87,20 @@ class Render(io.ComfyNode):
         )
         result = render(
             backbone,
-            replace(plan.spec, seed=seed),
-            prompt_texts(positive, backbone),
+            spec,
+            texts,
             anchors=anchors,
             devices=plan.devices,
+            reuse_bytes=int(reuse_gib * 2**30),
             on_event=monitor,
             check_cancel=check_cancel,
         )
         monitor.finish(timeline=result.timeline, sha256=result.sha256)
+        reused = result.reused
         text = f"latents sha256 {result.sha256}"
+        if reused.forwards:
+            text += f"\nreused {reused.chunks} of {spec.num_chunks} chunks; {reused.forwards} forwards saved"
         show_text(text, node_id=cls.hidden.unique_id)
         samples = to_latent(result.latents_BCFHW, backbone)
-        return io.NodeOutput(samples, result.timeline, ui={"text": [text], "sha256": [result.sha256]})
+        shown = {"text": [text], "sha256": [result.sha256], "reused_chunks": [reused.chunks]}
+        return io.NodeOutput(samples, result.timeline, ui=shown)
