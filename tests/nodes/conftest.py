@@ -17,6 +17,8 @@ from comfy_client import Client  # noqa: E402
 from comfy_host import Host, Server, provisioned  # noqa: E402
 from comfy_workflow import to_api  # noqa: E402
 
+from .standins import write_models  # noqa: E402
+
 Json = dict[str, Any]
 NINE_LATENTS_S = 33 / 16
 
@@ -38,9 +40,18 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(host: Host, assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ComfyUI's model folders with tiny stand-ins for Wan's files, that tests may harm for a moment."""
+    folder = tmp_path_factory.mktemp("models")
+    write_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(host: Host, assets: Path, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     data = tmp_path_factory.mktemp("comfyui")
-    with Server(host=host, cpu=True, data=data, env={"FLASHFORWARD_ASSETS": str(assets)}) as running:
+    extra = ["--extra-model-paths-config", str(models / "paths.yaml")]
+    with Server(host=host, cpu=True, data=data, extra=extra, env={"FLASHFORWARD_ASSETS": str(assets)}) as running:
         yield running
 
 
