@@ -99,7 +99,7 @@ def render(
         resume=run,
         fast=devices.fast,
     )
-    if reuse_bytes:
+    if run.keys:
         remember(run, store=backbone.store, latents=events.latents, kv=report.kept, budget=reuse_bytes)
     digest = latents_sha256(out)
     _log_rollout(inputs.spec, placement, seconds=time.perf_counter() - began, sha256=digest, reused=run.reused)
@@ -155,8 +155,8 @@ def _resume(
 ) -> Resume:
     if reuse_bytes < 0:
         raise ValueError(f"reuse_bytes={reuse_bytes} is below 0; use 0 to reuse nothing")
-    if not reuse_bytes:
-        backbone.store.shrink(0)
+    backbone.store.shrink(reuse_bytes)
+    if not reuse_bytes or inputs.spec.compacts:  # what a KV policy keeps from chunk to chunk is in no snapshot
         return whole(graph, inputs.spec)
     page_bytes = bank_shape(backbone, inputs).bank_bytes(frames=1)
     return resume(
