@@ -169,7 +169,7 @@ class _Run:
         return found
 
     def report(self, spans: Sequence[TaskSpan]) -> RunReport:
-        peaks = tuple(state.banks.peak_bytes for state in self.states)
+        peaks = tuple(state.banks.peak_bytes + state.peak_policy_bytes for state in self.states)
         in_order = tuple(sorted(spans, key=lambda span: span.start_s))
         return RunReport(spans=in_order, peak_kv_bytes=peaks, kept=self.kept)
 

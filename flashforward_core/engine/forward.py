@@ -14,6 +14,7 @@ from torch import Tensor
 from ..graph.task import ForwardTask, Role
 from ..kv.bank import BankView, IndexedView
 from ..kv.pages import View
+from ..kv.policies import PolicyView
 from ..model.attention import AttentionBackend
 from ..model.compiled import compiled_parts
 from ..model.transformer import BlockParts, CausalWanTransformer, KVContext, TextContext
@@ -117,6 +118,7 @@ class Forwarder:
     ) -> Tensor:
         assert task.role is not None
         attend = self._attention.attend
+        self_attend = view.attend if isinstance(view, PolicyView) else attend
         v: Tensor = self._models[task.role](
             x_BCFHW,
             timestep_BF=timestep_BF,
@@ -124,7 +126,7 @@ class Forwarder:
             frames=frames,
             role=task.role,
             kv=view,
-            self_attend=attend,
+            self_attend=self_attend,
             cross_attend=attend,
             parts=self._parts(task.role, x_BCFHW.shape[2]),
         )

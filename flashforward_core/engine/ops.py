@@ -11,10 +11,12 @@ from torch import Tensor
 from ..flow import keyed_noise_frames, predict_x0, renoise, timestep
 from ..graph.task import ForwardTask, Kind, Role, Slot, Space
 from ..kv.bank import Home, LaneBanks
+from ..kv.policies import PolicyState, PolicyView
 from ..model.attention import AttentionBackend
 from ..model.transformer import CausalWanTransformer, TextContext
 from ..model.vae import StreamingDecoder
 from ..specs import RolloutSpec
+from .compaction import compacted, handed_over, kept_slot, policy_view, state_bytes
 from .forward import Forwarder
 from .lanes import Lane, LaneTensor
 
@@ -63,6 +65,9 @@ class LaneState:
     """By role and prompt, computed once."""
     checks: list[Callable[[], None]] = field(default_factory=list)
     """What the running task has to have looked at when its device is done; they raise."""
+    policy_bytes: dict[str, int] = field(default_factory=dict)
+    """What a KV policy keeps now, by bank."""
+    peak_policy_bytes: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,14 +86,15 @@ def denoise(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Valu
     """Take latents one level down: predict x0, then renoise to the next level unless it is the clean one."""
     sigmas = inputs.spec.stages.sigmas
     x = _latents(task, inputs, state, values)
-    v = _forward(task, x, inputs=inputs, state=state, homes=homes, sigma=sigmas[task.stage])
+    v, handed = _forward(task, x, inputs=inputs, state=state, values=values, homes=homes, sigma=sigmas[task.stage])
     x0 = predict_x0(x, v, sigma=sigmas[task.stage])
     state.checks.append(partial(_check_finite, state.lane.ops.fetch(torch.isfinite(x0).all()), task, state))
     x0 = _pin(x0, task, inputs)
     level = task.stage + 1
     if level < len(sigmas) - 1:
         x0 = renoise(x0, _noise(task, inputs, state, level=level), sigma=sigmas[level])
-    return {slot: x0 for slot in task.writes if slot.space in (Space.LATENT, Space.ANCHOR_LATENT)}
+    latents = {slot: x0 for slot in task.writes if slot.space in (Space.LATENT, Space.ANCHOR_LATENT)}
+    return {**latents, **handed}
 
 
 def _check_finite(finite: Tensor, task: ForwardTask, state: LaneState) -> None:
@@ -103,8 +109,26 @@ def _check_finite(finite: Tensor, task: ForwardTask, state: LaneState) -> None:
 def commit(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Values, homes: Homes) -> dict[Slot, Any]:
     """Publish the KV of latents at level ``task.stage``; the velocity is not used."""
     x = _latents(task, inputs, state, values)
-    _forward(task, x, inputs=inputs, state=state, homes=homes, sigma=inputs.spec.stages.sigmas[task.stage])
-    return {}
+    sigma = inputs.spec.stages.sigmas[task.stage]
+    return _forward(task, x, inputs=inputs, state=state, values=values, homes=homes, sigma=sigma)[1]
+
+
+def compact(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Values, homes: Homes) -> dict[Slot, Any]:
+    """Add what a forward handed over to what the KV policy has kept of its bank."""
+    frames = state.lane.ops.put(torch.tensor(inputs.frames_of(task)))
+    own = values[task.reads[-1]].on(state.lane)
+    config = state.models[Role.RENDERER].config
+    kept = compacted(task, _kept(task, state, values), own, spec=inputs.spec, config=config, frames=frames)
+    (slot,) = task.writes
+    state.policy_bytes[slot.bank] = state_bytes(kept)
+    state.peak_policy_bytes = max(state.peak_policy_bytes, sum(state.policy_bytes.values()))
+    return {slot: kept}
+
+
+def _kept(task: ForwardTask, state: LaneState, values: Values) -> PolicyState | None:
+    slot = kept_slot(task)
+    kept: PolicyState | None = None if slot is None else values[slot].on(state.lane)
+    return kept
 
 
 def decode(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Values, homes: Homes) -> dict[Slot, Any]:
@@ -117,7 +141,7 @@ def decode(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Value
     return {slot: made[slot.space] for slot in task.writes}
 
 
-OPS: Mapping[Kind, Op] = {Kind.DENOISE: denoise, Kind.COMMIT: commit, Kind.DECODE: decode}
+OPS: Mapping[Kind, Op] = {Kind.DENOISE: denoise, Kind.COMMIT: commit, Kind.COMPACT: compact, Kind.DECODE: decode}
 
 
 def _latents(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Values) -> Tensor:
@@ -163,13 +187,21 @@ def _seeds(task: ForwardTask, inputs: RunInputs) -> list[int]:
 
 
 def _forward(
-    task: ForwardTask, x_BCFHW: Tensor, *, inputs: RunInputs, state: LaneState, homes: Homes, sigma: float
-) -> Tensor:
-    """Run the transformer in its own page of its bank and return the velocity."""
+    task: ForwardTask,
+    x_BCFHW: Tensor,
+    *,
+    inputs: RunInputs,
+    state: LaneState,
+    values: Values,
+    homes: Homes,
+    sigma: float,
+) -> tuple[Tensor, dict[Slot, Any]]:
+    """Run the transformer in its own page of its bank; return the velocity and what is handed to a KV policy."""
     assert task.role is not None
     frames = inputs.frames_of(task)
     device = state.lane.device
-    view = state.banks.open(task, homes)
+    kept = _kept(task, state, values)
+    view = policy_view(task, state.banks.open(task, homes), kept, spec=inputs.spec, attention=state.attention)
     text, prompt = _text(task, inputs=inputs, state=state, frame=frames[0])
     v = state.forward(
         task,
@@ -181,7 +213,7 @@ def _forward(
         view=view,
     )
     state.banks.close(task)
-    return v
+    return v, {slot: view.collected for slot in handed_over(task) if isinstance(view, PolicyView)}
 
 
 def _text(task: ForwardTask, *, inputs: RunInputs, state: LaneState, frame: int) -> tuple[TextContext, int]:

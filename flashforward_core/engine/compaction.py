@@ -1,0 +1,62 @@
+"""COMPACT tasks and the forwards around them: what a KV policy keeps of each bank, from chunk to chunk."""
+
+import torch
+
+from ..graph.task import ForwardTask, Slot, Space
+from ..kv.bank import BankView
+from ..kv.policies import Compaction, OwnKV, PolicyState, PolicyView, is_biased, next_state
+from ..kv.tokens import Grid
+from ..model.attention import AttentionBackend
+from ..model.biased_attention import resolve_biased_attention
+from ..model.config import PATCH, WanConfig
+from ..specs import RolloutSpec
+
+OWN = ".own"  # ends the bank's name of what a forward hands over
+
+
+def kept_slot(task: ForwardTask) -> Slot | None:
+    """Return the slot of what the policy has kept so far, if ``task`` reads one."""
+    return next((s for s in task.reads if s.space is Space.POLICY_STATE and not s.bank.endswith(OWN)), None)
+
+
+def handed_over(task: ForwardTask) -> tuple[Slot, ...]:
+    """Return the slots in which ``task`` hands its keys, values and queries over: one or none."""
+    return tuple(s for s in task.writes if s.space is Space.POLICY_STATE and s.bank.endswith(OWN))
+
+
+def policy_view(
+    task: ForwardTask, inner: BankView, kept: PolicyState | None, *, spec: RolloutSpec, attention: AttentionBackend
+) -> BankView | PolicyView:
+    """Return what a forward attends to under the rollout's policy; ``inner`` itself where it has no part in it."""
+    collects = bool(handed_over(task))
+    if kept is None and not collects:
+        return inner
+    return PolicyView(
+        inner,
+        kept,
+        attend=attention.attend,
+        attend_biased=resolve_biased_attention("auto", inner.own_tokens.device).attend,
+        biased=is_biased(spec.kv_policy),
+        collects=collects,
+    )
+
+
+def compacted(
+    task: ForwardTask,
+    kept: PolicyState | None,
+    own: list[OwnKV],
+    *,
+    spec: RolloutSpec,
+    config: WanConfig,
+    frames: torch.Tensor,
+) -> PolicyState:
+    """Return what the policy keeps once the chunk of ``task`` is added. ``frames`` are its indices, on its device."""
+    shape = spec.shape
+    grid = Grid(config=config, rows=shape.latent_height // PATCH[1], columns=shape.latent_width // PATCH[2])
+    at = Compaction(frames=frames, next_frame=spec.chunk(task.index).stop, chunk_frames=spec.chunk_frames, grid=grid)
+    return next_state(kept, own, at=at, policy=spec.kv_policy)
+
+
+def state_bytes(state: PolicyState) -> int:
+    """Return the memory of what is kept."""
+    return sum(block.num_bytes for block in state)

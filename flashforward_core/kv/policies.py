@@ -1,0 +1,204 @@
+"""KV policies at work: what each bank's forwards read instead of the schedule's window (COMPACT tasks).
+
+A forward that publishes its KV hands its keys, values and queries over per transformer block (``PolicyView``); the
+COMPACT task that follows makes the next state of the bank from the last one and these. A state is written once and
+never changed, as every slot. Anchors are not part of it.
+Letters: B batch, L own tokens, N keys, H heads, D head dim.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kv_policy import FutureForcingOptions, KVPolicy, TempCacheOptions, WindowOptions
+from ..model.attention import AttentionFn
+from ..model.biased_attention import BiasedAttentionFn
+from ..model.transformer import KVContext
+from ..registry import Registry
+from .future_forcing import Attended, compact, received
+from .queries import QueryStatistics, query_statistics
+from .temp_cache import absorb_frames, squeeze
+from .tokens import Grid, Tokens, join, unrotate, whole_frames
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnKV:
+    """What one transformer block of a publishing forward hands over: rotated queries and keys, and values."""
+
+    q_BLHD: Tensor
+    k_BLHD: Tensor
+    v_BLHD: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockState:
+    """What a policy keeps for one transformer block."""
+
+    tokens: Tokens
+    attended: Attended | None = None
+    """Future Forcing's history."""
+    statistics: QueryStatistics | None = None
+    """Future Forcing's mean queries."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all tensors."""
+        parts = [getattr(self.tokens, name) for name in ("k_BNHD", "v_BNHD", "count_BNH", "place_BNH")]
+        if self.attended is not None:
+            parts += [self.attended.mass_BNH, self.attended.chunks_BNH]
+        if self.statistics is not None:
+            parts += [self.statistics.mean_BTHD, self.statistics.deviation_BTH]
+        return sum(part.nbytes for part in parts)
+
+
+PolicyState = tuple[BlockState, ...]
+"""One per transformer block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compaction:
+    """Where a COMPACT task is."""
+
+    frames: Tensor
+    """Absolute latent indices [F] of the chunk that is added, on its device."""
+    next_frame: int
+    """The first latent frame after them."""
+    chunk_frames: int
+    grid: Grid
+
+
+Compactor = Callable[[BlockState | None, OwnKV, Compaction, Any], BlockState]
+"""(last state, or None at the start; the chunk's own; where; the policy's options) -> next state."""
+
+COMPACTORS: Registry[Compactor] = Registry("kv policy")
+"""``keep`` is not here: it yields no COMPACT task."""
+NAMES: dict[type, str] = {
+    WindowOptions: "window",
+    FutureForcingOptions: "future_forcing",
+    TempCacheOptions: "temp_cache",
+}
+
+
+@COMPACTORS.add("window")
+def _window(state: BlockState | None, own: OwnKV, at: Compaction, options: WindowOptions) -> BlockState:
+    tokens = _with_own(state, own, at)
+    size = at.grid.frame_tokens
+    budget, count = options.budget_frames * size, tokens.k_BNHD.shape[1]
+    if count <= budget:
+        return BlockState(tokens=tokens)
+    sink = options.sink_frames * size
+    latest = torch.arange(count - budget + sink, count, device=tokens.k_BNHD.device)
+    kept = torch.cat([torch.arange(sink, device=latest.device), latest])
+    batch, _, heads = tokens.count_BNH.shape
+    return BlockState(tokens=tokens.take(kept.view(1, -1, 1).expand(batch, -1, heads)))
+
+
+@COMPACTORS.add("future_forcing")
+def _future_forcing(state: BlockState | None, own: OwnKV, at: Compaction, options: FutureForcingOptions) -> BlockState:
+    tokens = _with_own(state, own, at)
+    places = at.grid.places(at.frames).view(1, -1, 1).expand(own.q_BLHD.shape[:3])
+    plain = unrotate(own.q_BLHD, places, grid=at.grid)
+    mass = received(own.q_BLHD, tokens.k_BNHD, stride=options.history_stride)
+    if state is None:
+        attended = Attended(mass_BNH=mass, chunks_BNH=torch.ones_like(mass))
+        statistics = query_statistics(plain, grid=at.grid)
+    else:
+        assert state.attended is not None and state.statistics is not None, "the state is of another policy"
+        attended = state.attended.append(own.k_BLHD.shape[1]).update(mass)
+        statistics = state.statistics.update(plain, grid=at.grid)
+    tokens, attended = compact(
+        tokens,
+        attended,
+        statistics,
+        next_frame=at.next_frame,
+        chunk_frames=at.chunk_frames,
+        grid=at.grid,
+        options=options,
+    )
+    return BlockState(tokens=tokens, attended=attended, statistics=statistics)
+
+
+@COMPACTORS.add("temp_cache")
+def _temp_cache(state: BlockState | None, own: OwnKV, at: Compaction, options: TempCacheOptions) -> BlockState:
+    cache = None if state is None else state.tokens
+    tokens = absorb_frames(cache, own.q_BLHD, own.k_BLHD, own.v_BLHD, frames=at.frames, grid=at.grid, options=options)
+    budget = options.budget_frames * at.grid.frame_tokens
+    kept = squeeze(tokens)
+    return BlockState(tokens=kept if kept.k_BNHD.shape[1] <= budget else squeeze(kept, capacity=budget))
+
+
+def _with_own(state: BlockState | None, own: OwnKV, at: Compaction) -> Tokens:
+    tokens = whole_frames(own.k_BLHD, own.v_BLHD, frames=at.frames, grid=at.grid)
+    return tokens if state is None else join(state.tokens, tokens)
+
+
+def is_biased(policy: KVPolicy) -> bool:
+    """Whether kept tokens may stand for several, so that attention needs a bias."""
+    return isinstance(policy, TempCacheOptions)
+
+
+def next_state(state: PolicyState | None, own: Sequence[OwnKV], *, at: Compaction, policy: KVPolicy) -> PolicyState:
+    """Return the bank's state after a chunk, block by block. ``state`` is None for a scene's first chunk."""
+    compactor = COMPACTORS[NAMES[type(policy)]]
+    last: Sequence[BlockState | None] = state or [None] * len(own)
+    return tuple(compactor(block, chunk, at, policy) for block, chunk in zip(last, own, strict=True))
+
+
+class PolicyView:
+    """A view that also reads a policy's state, and collects what a publishing forward hands over.
+
+    Keys come as [anchors | state | own]. Its ``attend`` is the forward's self-attention, since tokens that stand for
+    several have a bias, and blocks are visited in order.
+    """
+
+    def __init__(
+        self,
+        inner: KVContext,
+        state: PolicyState | None,
+        *,
+        attend: AttentionFn,
+        attend_biased: BiasedAttentionFn,
+        biased: bool,
+        collects: bool,
+    ) -> None:
+        """``inner`` gives the keys of anchors and, last, the forward's own.
+
+        ``biased`` says that tokens of the state may stand for several, ``collects`` that the forward publishes.
+        """
+        self._inner = inner
+        self._state = state
+        self._attend = attend
+        self._attend_biased = attend_biased
+        self._biased = biased
+        self._collects = collects
+        self._bias_BHN: Tensor | None = None
+        self._own_k_v: tuple[Tensor, Tensor] | None = None
+        self.collected: list[OwnKV] = []
+
+    def extend(self, block: int, k_BLHD: Tensor, v_BLHD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store one block's own keys and values; return all that the forward attends to."""
+        k_BNHD, v_BNHD = self._inner.extend(block, k_BLHD, v_BLHD)
+        self._own_k_v = (k_BLHD, v_BLHD) if self._collects else None
+        self._bias_BHN = None
+        if self._state is None:
+            return k_BNHD, v_BNHD
+        tokens = self._state[block].tokens
+        front = k_BNHD.shape[1] - k_BLHD.shape[1]
+        if self._biased:
+            self._bias_BHN = torch.nn.functional.pad(tokens.bias_BHN, (front, k_BLHD.shape[1]))
+        return _insert(k_BNHD, tokens.k_BNHD, at=front), _insert(v_BNHD, tokens.v_BNHD, at=front)
+
+    def attend(self, q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
+        """Attend to what ``extend`` returned last."""
+        if self._own_k_v is not None:
+            self.collected.append(OwnKV(q_BLHD=q_BLHD, k_BLHD=self._own_k_v[0], v_BLHD=self._own_k_v[1]))
+        if self._bias_BHN is None:
+            return self._attend(q_BLHD, k_BNHD, v_BNHD)
+        return self._attend_biased(q_BLHD, k_BNHD, v_BNHD, self._bias_BHN)
+
+
+def _insert(x_BNHD: Tensor, middle_BMHD: Tensor, *, at: int) -> Tensor:
+    return torch.cat([x_BNHD[:, :at], middle_BMHD, x_BNHD[:, at:]], dim=1)
