@@ -191,6 +191,19 @@ def test_loras_stack_with_their_strengths_and_roles(
     assert len({made.fingerprint, backbone.fingerprint, apply_lora(backbone, one, strength=0.5)[0].fingerprint}) == 3
 
 
+def test_a_style_on_top_of_role_loras_leaves_their_strength(
+    factors: dict[str, tuple[Tensor, Tensor]], tmp_path: Path
+) -> None:
+    taught = random_model()
+    for factor in attach_roles(taught, rank=2, alpha=6):
+        torch.nn.init.normal_(factor, std=0.2)
+    path = save(tmp_path / "style.safetensors", written(factors, "bare", alpha=None))
+    styled = [apply_lora(backbone_with(taught), path, merged=merged)[0] for merged in (True, False)]
+    for role in Role:
+        assert (velocity(styled[0], role) - velocity(styled[1], role)).abs().max() < EXACT
+    assert (velocity(styled[0], Role.PLANNER) - velocity(styled[0], Role.RENDERER)).abs().max() > 1e-3
+
+
 def test_unmerged_loras_share_the_weights_and_one_model(
     backbone: Backbone, factors: dict[str, tuple[Tensor, Tensor]], tmp_path: Path
 ) -> None:
