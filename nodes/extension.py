@@ -9,6 +9,7 @@ from .loading import EncodePrompt, LoadBackbone
 from .lora import ApplyLoRA
 from .native import BackboneFromModel
 from .planning import Plan, PlanAnchors
+from .policies import KVPolicyNode
 from .prompts import PromptSchedule
 from .rendering import Render
 from .report import Report
@@ -30,6 +31,7 @@ class FlashForwardExtension(ComfyExtension):
             PlanAnchors,
             SetAnchor,
             Devices,
+            KVPolicyNode,
             Render,
             DecodeVideo,
             Report,

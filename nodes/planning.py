@@ -82,7 +82,7 @@ class Plan(io.ComfyNode):
                     "devices", optional=True, tooltip="Where to run; unconnected: ComfyUI's own device."
                 ),
                 KVPolicySocket.Input(
-                    "kv_policy", optional=True, tooltip="How to keep the history small; no policies exist yet."
+                    "kv_policy", optional=True, tooltip="How the history is kept small; unconnected: history and sink."
                 ),
                 expert(
                     io.Combo,
@@ -113,10 +113,10 @@ class Plan(io.ComfyNode):
     def execute(
         cls, *, backbone: Backbone, devices: Any = None, kv_policy: Any = None, preset: str = "auto", **values: Any
     ) -> io.NodeOutput:
-        if kv_policy is not None:
-            raise ValueError("kv_policy is connected, and no policies exist yet; disconnect it")
         asked = build_spec(**values)
         spec, said = fit_spec(asked, name=backbone.preset, reason=backbone.preset_reason, mode=preset)
+        if kv_policy is not None:
+            spec = replace(spec, kv_policy=kv_policy)
         check_size(backbone, width=spec.shape.width, height=spec.shape.height)
         where = devices if devices is not None else default_devices()
         plan = PlanValue(spec=spec, devices=where, node_id=cls.hidden.unique_id)

@@ -1,0 +1,96 @@
+"""How the history is kept small: the KV Policy node."""
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from flashforward_core.kv_policy import (
+    KV_POLICIES,
+    FutureForcingOptions,
+    KeepOptions,
+    KVPolicy,
+    TempCacheOptions,
+    WindowOptions,
+)
+
+from .sockets import CATEGORY, KVPolicySocket, expert
+
+
+def policy_options(
+    *, policy: str, budget_frames: int, sink_frames: int, future_weight: float, threshold: float
+) -> KVPolicy:
+    """Take the values that ``policy`` has; ``ValueError`` names what does not fit."""
+    kind = KV_POLICIES[policy]
+    if kind is WindowOptions:
+        return WindowOptions(budget_frames=budget_frames, sink_frames=sink_frames)
+    if kind is FutureForcingOptions:
+        return FutureForcingOptions(budget_frames=budget_frames, sink_frames=sink_frames, future_weight=future_weight)
+    if kind is TempCacheOptions:
+        return TempCacheOptions(budget_frames=budget_frames, threshold=threshold)
+    return KeepOptions()
+
+
+class KVPolicyNode(io.ComfyNode):
+    """Choose what of the history stays in memory."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="FlashForwardKVPolicy",
+            display_name="KV Policy",
+            category=CATEGORY,
+            description="Chooses what of the history stays in memory, so that a chunk can look far back at a fixed "
+            "cost. Connect it to Plan, whose history and sink then do not count. Needs no training.",
+            inputs=[
+                io.Combo.Input(
+                    "policy",
+                    options=list(KV_POLICIES),
+                    default="future_forcing",
+                    tooltip="keep: Plan's own window. window: the first frames and the latest. future_forcing: what "
+                    "coming frames are expected to look at. temp_cache: tokens that repeat are stored once.",
+                ),
+                io.Int.Input(
+                    "budget_frames",
+                    default=9,
+                    min=1,
+                    max=3000,
+                    tooltip="Latent frames' worth of tokens that are kept, at most. keep: no use.",
+                ),
+                io.Int.Input(
+                    "sink_frames",
+                    default=3,
+                    min=0,
+                    max=300,
+                    tooltip="First latent frames that always stay, within the budget. For window and future_forcing.",
+                ),
+                expert(
+                    io.Float,
+                    "future_weight",
+                    default=0.5,
+                    min=0.0,
+                    max=1.0,
+                    step=0.05,
+                    tooltip="1 goes by expected attention only, 0 by attention so far. For future_forcing.",
+                ),
+                expert(
+                    io.Float,
+                    "threshold",
+                    default=0.9,
+                    min=0.05,
+                    max=1.1,
+                    step=0.01,
+                    tooltip="How alike tokens must be to be stored once; above 1 none are. For temp_cache.",
+                ),
+            ],
+            outputs=[KVPolicySocket.Output("kv_policy", display_name="kv_policy", tooltip="For Plan.")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, **inputs: Any) -> bool | str:
+        if None not in inputs.values():  # linked values are checked when the node runs
+            policy_options(**inputs)  # a ValueError reaches the user once; a returned text once per input
+        return True
+
+    @classmethod
+    def execute(cls, **values: Any) -> io.NodeOutput:
+        return io.NodeOutput(policy_options(**values))
