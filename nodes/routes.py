@@ -10,6 +10,8 @@ from comfy_api.latest import io
 from server import PromptServer
 
 from flashforward_core.model.config import EMBEDDED, WAN_1_3B, WAN_14B, WanConfig
+from flashforward_core.model.presets import choose_preset, fit_spec
+from flashforward_core.specs import RolloutSpec
 
 from .devices import default_devices, device_plan
 from .loading import EMBEDDED as EMBEDDED_CHOICE
@@ -49,22 +51,34 @@ async def plan_route(request: web.Request) -> web.Response:
 def answer(body: Any) -> dict[str, Any]:
     """Simulate what the page asks for.
 
-    ``body`` holds the Plan node's values by name, and where they are known: ``backbone`` (Load Backbone's choice),
-    the Devices node's ``devices``, ``layout`` and ``order``, and ``given_anchors`` (whether Plan Anchors runs first).
-    Raises ``ValueError`` for what cannot work.
+    ``body`` holds the Plan node's values by name, and where they are known: ``backbone`` (an object with Load
+    Backbone's values), the Devices node's ``devices``, ``layout`` and ``order``, and ``given_anchors`` (whether Plan
+    Anchors runs first). Raises ``ValueError`` for what cannot work.
     """
     if not isinstance(body, dict):
         raise ValueError("the request's body is no JSON object; send the Plan node's values by name")
-    spec = build_spec(**_plan_values(body))
-    chosen = {name: _text(body, name) for name in DEVICES_VALUES if name in body}
-    return to_page(
-        predict_plan(
-            spec,
-            devices=device_plan(**chosen) if chosen else default_devices(),
-            config=_config(_text(body, "backbone") if "backbone" in body else EMBEDDED_CHOICE),
-            given_anchors=body.get("given_anchors") is True,
-        )
+    backbone = body.get("backbone", {})
+    if not isinstance(backbone, dict):
+        raise ValueError(f"backbone={backbone!r} is no JSON object; send Load Backbone's values by name")
+    file_name = _text(backbone, "backbone", EMBEDDED_CHOICE)
+    spec, note = _fitted(build_spec(**_plan_values(body)), backbone, mode=_text(body, "preset", "auto"))
+    chosen = {name: _text(body, name, "") for name in DEVICES_VALUES if name in body}
+    found = predict_plan(
+        spec,
+        devices=device_plan(**chosen) if chosen else default_devices(),
+        config=_config(file_name),
+        given_anchors=body.get("given_anchors") is True,
     )
+    return {**to_page(found), "note": note}
+
+
+def _fitted(spec: RolloutSpec, backbone: Mapping[str, Any], *, mode: str) -> tuple[RolloutSpec, str]:
+    """Follow the backbone's preset as Plan does when it runs, as far as the backbone's values tell it."""
+    file_name = _text(backbone, "backbone", EMBEDDED_CHOICE)
+    loras = [_text(backbone, name, "none") for name in ("planner_lora", "renderer_lora")]
+    has_roles = file_name == EMBEDDED_CHOICE or any(lora != "none" for lora in loras)
+    choice = choose_preset(_text(backbone, "preset", "auto"), file_name=file_name, has_roles=has_roles)
+    return fit_spec(spec, name=choice.name, reason=choice.reason, mode=mode)
 
 
 def _plan_values(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,10 +98,11 @@ def _checked(entry: Any, value: Any) -> Any:
     return value
 
 
-def _text(body: Mapping[str, Any], name: str) -> str:
-    if not isinstance(body[name], str):
-        raise ValueError(f"{name}={body[name]!r} is not a text; leave it out or send the node's value")
-    return body[name]
+def _text(body: Mapping[str, Any], name: str, otherwise: str) -> str:
+    value = body.get(name, otherwise)
+    if not isinstance(value, str):
+        raise ValueError(f"{name}={value!r} is not a text; leave it out or send the node's value")
+    return value
 
 
 def _config(backbone: str) -> WanConfig:

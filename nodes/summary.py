@@ -187,6 +187,7 @@ def to_page(found: Prediction) -> dict[str, Any]:
             "forwards": found.counts,
             "rounds": found.rounds,
             "predicted_s": found.predicted_s,
+            "schedule": found.spec.schedule,
             "layout": found.render.placement.layout,
             "model": found.model,
             "exact": found.is_exact,

@@ -56,10 +56,19 @@ def _node_info(node: Json, object_info: Mapping[str, Json]) -> Json:
 
 
 def _widget_values(node: Json, info: Json) -> Json:
+    """Name the saved values; an input that is newer than the workflow gets its default, as in the editor."""
     values = node.get("widgets_values") or []
-    if isinstance(values, dict):
-        return {name: values[name] for name in widget_slots(info) if name in values}
-    return {name: value for name, value in zip(widget_slots(info), values, strict=False) if name is not None}
+    slots = widget_slots(info)
+    named = values if isinstance(values, dict) else dict(zip(slots, values, strict=False))
+    defaults = {name: _default(kind, options) for name, kind, options in _inputs(info) if name in slots}
+    found = {name: named.get(name, defaults[name]) for name in slots if name is not None}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _default(kind: Any, options: Json) -> Any:
+    """Return a widget's default; a combo without one starts at its first option."""
+    choices = kind if isinstance(kind, list) else options.get("options", [])
+    return options.get("default", choices[0] if choices else None)
 
 
 def _links(workflow: Json) -> dict[int, tuple[int, int]]:

@@ -59,6 +59,7 @@ const look = (page) =>
       density: view.canvas.width / view.element.clientWidth,
       values: window.planNode.serialize().widgets_values,
       height: window.planNode.size[1],
+      minimum: window.planNode.computeSize()[1],
     };
   });
 
@@ -86,6 +87,10 @@ async function hoverChunk(page, chunk) {
   const hover = await page.evaluate(() => window.timeline.view.hover);
   return { hover, ...(await look(page)) };
 }
+
+/** The saved values of every node. */
+const savedValues = (page) =>
+  page.evaluate(() => window.app.graph.serialize().nodes.map(({ type, widgets_values: values }) => [type, values]));
 
 async function setPalette(page, name) {
   await page.evaluate((palette) => window.app.extensionManager.setting.set("Comfy.ColorPalette", palette), name);
@@ -139,7 +144,9 @@ const seen = await inEditor({ url, executablePath }, async (page) => {
   told.two = await look(page);
   told.hover = await hoverChunk(page, 2);
   await page.mouse.move(5, 400);
+  const before = await savedValues(page);
   told.live = await run(page);
+  told.saved = { before, after: await savedValues(page) };
   told.ran = await look(page);
   await page.screenshot({ path: join(folder, "dark.png") });
   await setPalette(page, "light");

@@ -70,7 +70,10 @@ def test_the_papers_numbers_reach_the_page(server: Server) -> None:
 
 def test_kv_is_counted_for_the_backbone_that_is_connected(server: Server) -> None:
     # 30 blocks x (K, V) x dim 1536 x 2 bytes against 8 x 2 x 256 x 2, at the same size
-    small, big = (plan(server, backbone=name)["timeline"]["peak_kv_bytes"] for name in ("embedded", "wan_1.3B.st"))
+    small, big = (
+        plan(server, preset="manual", backbone={"backbone": name})["timeline"]["peak_kv_bytes"]
+        for name in ("embedded", "wan_1.3B.safetensors")
+    )
     assert big[0] / small[0] == 30 * 1536 / (8 * 256)
 
 
@@ -98,6 +101,16 @@ def test_a_long_video_is_carried_on_from_its_steady_beginning(server: Server) ->
     assert answer["totals"]["forwards"]["total"] == pytest.approx(graph.counts()["total"], rel=0.01)
 
 
+def test_a_stock_checkpoints_preset_is_followed_as_plan_follows_it(server: Server) -> None:
+    stock = plan(server, backbone={"backbone": "hiar.safetensors"})
+    assert stock["totals"]["schedule"] == "hiar"
+    assert "preset hiar" in stock["note"]
+    assert stock["totals"]["forwards"]["total"] == 212  # 27 chunks of 4 stages, and 26 · 4 commits
+    roles = {"backbone": "hiar.safetensors", "planner_lora": "a.safetensors", "renderer_lora": "b.safetensors"}
+    assert plan(server, backbone=roles)["totals"]["schedule"] == "flashforward"
+    assert plan(server)["note"] == ""
+
+
 def test_a_schedule_without_anchors_has_none(server: Server) -> None:
     answer = plan(server, schedule="self_forcing", given_anchors=True)
     assert answer["video"]["anchors"] == []
@@ -119,6 +132,9 @@ def test_a_schedule_without_anchors_has_none(server: Server) -> None:
         ({"devices": "cpu*1000"}, ("1000 lanes", "64")),
         ({"devices": "<b>"}, ("devices='<b>'",)),
         ({"devices": 4}, ("devices=4",)),
+        ({"backbone": "embedded"}, ("backbone='embedded'", "JSON object")),
+        ({"backbone": {"preset": "best"}}, ("preset='best'", "hiar")),
+        ({"preset": "best"}, ("preset='best'", "manual")),
         ({"layout": "round"}, ("layout='round'", "interleaved")),
         ({"devices": "cpu", "layout": "streaming"}, ("devices=1", "streaming")),
     ],

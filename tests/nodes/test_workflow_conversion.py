@@ -67,6 +67,12 @@ def test_widgets_and_links_become_inputs() -> None:
     }
 
 
+def test_inputs_that_are_newer_than_the_workflow_get_their_defaults() -> None:
+    old = workflow(a=node(1, "Load", widgets=[]), b=node(3, "Sample", widgets=[7, "fixed", 4], links={"model": 1}))
+    inputs = to_api(old, INFO)["3"]["inputs"]
+    assert inputs == {"seed": 7, "steps": 4, "sampler": "a", "mode": "x", "model": ["1", 0]}
+
+
 @pytest.mark.parametrize("between", [{"type_": "Reroute"}, {"type_": "Sample", "mode": 4}])
 def test_reroutes_and_bypassed_nodes_pass_their_input_on(between: Json) -> None:
     middle = node(4, widgets=[], links={"model": 3}, **between)

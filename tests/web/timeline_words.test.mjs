@@ -38,6 +38,11 @@ test("known seconds are predicted; a long video's are marked as estimates", () =
   assert.match(headline(long, noRuns())[0], /^≈ 7 rounds .* first 3 chunks shown$/);
 });
 
+test("a schedule that the backbone's preset chose is named", () => {
+  const totals = { ...plan().totals, schedule: "hiar" };
+  assert.match(headline(indexPlan(plan({ totals, note: "preset hiar" })), noRuns())[0], /^hiar: 7 rounds/);
+});
+
 test("a run tells how far it is, then how long it took", () => {
   const running = applySpans(noRuns(), spanEvent("a", RAN));
   assert.equal(headline(index, running)[1], "running: 1/7 tasks · 0.90 s");

@@ -9,6 +9,7 @@ import { chromeTrace, exportJson } from "./timeline_words.js";
 const PLAN = "FlashForwardPlan";
 const DEVICES = "FlashForwardDevices";
 const LOADER = "FlashForwardLoadBackbone";
+const LORA = "FlashForwardApplyLoRA";
 const WIDGET = "flashforward_timeline";
 const DEBOUNCE_MS = 120;
 const timelines = new Map(); // Plan node -> its Timeline
@@ -32,13 +33,20 @@ function anchorsAreGiven(node) {
   return renders.some((other) => sourceOf(other, "anchors") !== null);
 }
 
+/** The Load Backbone node behind a backbone input, through Apply LoRA; null when there is none. */
+function backboneOf(node) {
+  let from = sourceOf(node, "backbone");
+  for (let hops = 0; typeOf(from) === LORA && hops < 50; hops += 1) from = sourceOf(from, "backbone");
+  return typeOf(from) === LOADER ? from : null;
+}
+
 /** Everything that the prediction depends on. */
 function requestOf(node) {
   const body = { ...valuesOf(node), given_anchors: anchorsAreGiven(node) };
   const devices = sourceOf(node, "devices");
   if (typeOf(devices) === DEVICES) Object.assign(body, valuesOf(devices));
-  const backbone = sourceOf(node, "backbone");
-  if (typeOf(backbone) === LOADER) body.backbone = valuesOf(backbone).backbone;
+  const backbone = backboneOf(node);
+  if (backbone) body.backbone = valuesOf(backbone);
   return body;
 }
 
@@ -54,7 +62,7 @@ class Timeline {
     this.abort = null;
     const options = { serialize: false, hideOnZoom: false, getMinHeight: () => this.height(), getValue: () => "", setValue() {} };
     this.widget = node.addDOMWidget(WIDGET, "flashforward", this.view.element, options);
-    this.widget.serialize = false; // saved workflows hold values by position: this one is none
+    this.widget.serialize = false;
     this.view.canvas.addEventListener("wheel", (event) => app.canvas.processMouseWheel(event));
   }
 
@@ -142,17 +150,30 @@ function follow(event, apply) {
   });
 }
 
+/** Run `after` whenever a method has run. */
+function chain(target, name, after) {
+  const before = target[name];
+  target[name] = function (...rest) {
+    const result = before?.apply(this, rest);
+    after(...rest);
+    return result;
+  };
+}
+
+/**
+ * Save no values of widgets that only show something (texts, pictures, the timeline): values are saved by position, so
+ * those would land in an input that a later version appends.
+ */
+function saveInputsOnly(node) {
+  chain(node, "onSerialize", (saved) => {
+    const shown = node.widgets?.findIndex((widget) => widget.name === WIDGET || widget.name.startsWith("$$")) ?? -1;
+    if (shown >= 0) saved.widgets_values = saved.widgets_values?.slice(0, shown);
+  });
+}
+
 function attach(node) {
   const timeline = new Timeline(node);
   timelines.set(node, timeline);
-  const chain = (target, name, after) => {
-    const before = target[name];
-    target[name] = function (...rest) {
-      const result = before?.apply(this, rest);
-      after();
-      return result;
-    };
-  };
   const soon = () => queueMicrotask(() => timeline.check());
   for (const widget of node.widgets ?? []) if (widget !== timeline.widget) chain(widget, "callback", soon);
   chain(node, "onConfigure", soon);
@@ -187,6 +208,7 @@ app.registerExtension({
   },
 
   nodeCreated(node) {
+    if (String(typeOf(node)).startsWith("FlashForward")) saveInputsOnly(node);
     if (typeOf(node) === PLAN) attach(node);
   },
 

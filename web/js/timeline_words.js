@@ -33,7 +33,8 @@ export function headline(index, runs) {
   const { totals, video } = index;
   const about = totals.exact ? "" : "≈ ";
   const anchors = video.anchors.length && totals.exact ? ` · ${plural(video.anchors.length, "anchor")}` : "";
-  const first = `${about}${plural(totals.rounds, "round")} · ${totals.forwards.total} forwards · ${plural(video.num_chunks, "chunk")}${anchors}`;
+  const schedule = index.plan.note ? `${totals.schedule}: ` : ""; // the backbone's preset may have chosen another
+  const first = `${schedule}${about}${plural(totals.rounds, "round")} · ${totals.forwards.total} forwards · ${plural(video.num_chunks, "chunk")}${anchors}`;
   const cut = totals.exact ? "" : ` · first ${video.chunks.length} chunks shown`;
   return [first + cut, runLine(index, runs) ?? planLine(index)];
 }
