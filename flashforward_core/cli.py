@@ -27,6 +27,7 @@ COMMANDS = {
     "evaluate": Command(
         help="measure a video: flicker, seams, drift, motion, faithfulness", module=".commands.evaluate"
     ),
+    "bench": Command(help="measure speed, and keep the results as JSON", module=".commands.bench"),
     "train": Command(help="train the embedded model, one step at a time", module=".train.command"),
 }
 

@@ -1,0 +1,127 @@
+"""Parts measured by themselves: the decoder's speed each way, and how far fast forwards are from float32."""
+
+import copy
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.forward import FastOptions
+from ..graph.task import Role
+from ..model.attention import ATTENTION, AUTO_ORDER, sdpa
+from ..model.compiled import compiled_parts
+from ..model.fp8_matmul import use_fp8_matmul
+from ..model.roles import Backbone
+from ..model.transformer import CausalWanTransformer
+from ..model.vae import StreamingDecoder, VaeState
+from ..specs import TEMPORAL_FACTOR, RolloutSpec, VideoShape
+from .bench_models import bench_texts
+
+WARM_LATENTS = 3  # the first latent frame has a shape of its own; kernels are chosen on the second and third
+TIMED_LATENTS = 6
+
+
+def decode_rates(vae: Any, shape: VideoShape) -> Iterator[tuple[str, float]]:
+    """Yield (mode, video frames per second) for each way to run the decoder; the autoencoder itself stays as it is."""
+    device = next(vae.parameters()).device
+    yield "conv3d", decode_rate(StreamingDecoder(vae, as_conv2d=False), shape, device=device)
+    yield "conv2d", decode_rate(StreamingDecoder(vae, as_conv2d=True), shape, device=device)
+    if device.type == "cuda":
+        last = channels_last(copy.deepcopy(vae))
+        yield "conv3d channels last", decode_rate(StreamingDecoder(last, as_conv2d=False), shape, device=device)
+        yield "conv2d channels last", decode_rate(StreamingDecoder(last, as_conv2d=True), shape, device=device)
+
+
+def decode_rate(decoder: StreamingDecoder, shape: VideoShape, *, device: torch.device) -> float:
+    """Return video frames per second after a warm-up, on latents of noise."""
+    size = (1, 16, 1, shape.latent_height, shape.latent_width)
+    latents = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(device)
+    state: VaeState | None = None
+    with torch.inference_mode():
+        for _ in range(WARM_LATENTS):
+            _, state = decoder.decode_in_place(latents, state)
+        wait(device)
+        began = time.perf_counter()
+        for _ in range(TIMED_LATENTS):
+            _, state = decoder.decode_in_place(latents, state)
+        wait(device)
+    return TEMPORAL_FACTOR * TIMED_LATENTS / (time.perf_counter() - began)
+
+
+def wait(device: torch.device) -> None:
+    """Wait for a CUDA device; a CPU is never behind."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def channels_last(module: nn.Module) -> nn.Module:
+    """Put the weights of convolutions into channels-last memory, in place; their inputs follow."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    with torch.inference_mode(False), torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.ndim in formats:
+                parameter.data = parameter.data.contiguous(memory_format=formats[parameter.ndim])
+    return module
+
+
+def forward_errors(
+    backbone: Backbone, spec: RolloutSpec, *, fast: FastOptions
+) -> Iterator[tuple[dict[str, Any], float]]:
+    """Yield (config, relative error of the velocity against float32) for every kernel that runs here.
+
+    The reference has the same weights, widened, and plain attention; the input is one chunk of noise as long as
+    ``spec``, attending to itself.
+    """
+    model = backbone.models[Role.RENDERER]
+    device = next(model.parameters()).device
+    names = [name for name in AUTO_ORDER if ATTENTION[name].obstacle(device) is None and _takes(name, backbone)]
+    exact = velocity(_exact(backbone), spec, backbone, attend=sdpa)
+    for name, compiles in itertools.product(names or ["sdpa"], (False, True)):
+        if compiles and not fast.compiles(device):
+            continue
+        parts = compiled_parts(device, Role.RENDERER, spec.shape.latent_frames) if compiles else None
+        found = velocity(model, spec, backbone, attend=ATTENTION[name].attend, parts=parts)
+        error = ((found - exact).norm() / exact.norm()).item()
+        yield {"attention": name, "compile": "on" if compiles else "off"}, error
+    if backbone.dtype == torch.bfloat16 and "Fp8" not in repr(model.blocks[0]):
+        rounded = copy.deepcopy(model)
+        use_fp8_matmul(rounded)
+        found = velocity(rounded, spec, backbone, attend=sdpa)
+        yield (
+            {"attention": "sdpa", "precision": "fp8", "compile": "off"},
+            ((found - exact).norm() / exact.norm()).item(),
+        )
+
+
+def _takes(name: str, backbone: Backbone) -> bool:
+    return backbone.dtype in ATTENTION[name].dtypes
+
+
+def _exact(backbone: Backbone) -> CausalWanTransformer:
+    with torch.inference_mode(False):
+        return copy.deepcopy(backbone.models[Role.RENDERER]).float()
+
+
+def velocity(model: CausalWanTransformer, spec: RolloutSpec, backbone: Backbone, **options: Any) -> Tensor:
+    """Return a renderer forward's velocity in float32, of noise that is the same for every model."""
+    attend = options.pop("attend")
+    device = next(model.parameters()).device
+    shape, generator = spec.shape, torch.Generator().manual_seed(1)
+    size = (1, 16, shape.latent_frames, shape.latent_height, shape.latent_width)
+    x = torch.randn(size, generator=generator).to(device)
+    with torch.inference_mode():
+        text = model.text_context(bench_texts(backbone)[0].to(device), Role.RENDERER)
+        out: Tensor = model(
+            x,
+            timestep_BF=torch.full((1, shape.latent_frames), 937.5, device=device),
+            text=text,
+            frames=torch.arange(shape.latent_frames, device=device),
+            role=Role.RENDERER,
+            self_attend=attend,
+            cross_attend=attend,
+            **options,
+        )
+    return out.float()

@@ -1,0 +1,79 @@
+"""Benchmark rows: one number each, with everything needed to compare it."""
+
+import datetime
+import json
+import platform
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+
+
+def machine(device: torch.device | str) -> str:
+    """Name the hardware behind ``device``."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def commit() -> str:
+    """Return the short commit of this code, or ``unknown`` outside a checkout."""
+    folder = Path(__file__).resolve().parent
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a file, none if it is not there. Anything else than a list of rows raises ``ValueError``."""
+    if not path.is_file():
+        return []
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} holds no JSON ({error}); delete it or choose another file") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "metric" in row for row in rows):
+        raise ValueError(f"{path} holds no benchmark rows; choose another file")
+    return rows
+
+
+@dataclass(slots=True, kw_only=True)
+class RowBook:
+    """Collects rows, prints them, and keeps them in a file after each one, so that a stopped run loses nothing."""
+
+    path: Path | None
+    machine: str
+    common: dict[str, Any]
+    """What every row's config holds."""
+    rows: list[Row] = field(default_factory=list)
+    commit: str = field(default_factory=commit)
+
+    def add(self, metric: str, value: float, unit: str, **config: Any) -> Row:
+        """File one number; ``config`` adds to what all rows share."""
+        row = {
+            "metric": metric,
+            "value": value,
+            "unit": unit,
+            "config": {**self.common, **config},
+            "machine": self.machine,
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": self.commit,
+        }
+        self.rows.append(row)
+        shown = " ".join(f"{name}={text}" for name, text in row["config"].items())
+        print(f"{metric:<15} {value:>14.6g} {unit:<9} {shown}", flush=True)
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part = self.path.with_suffix(".part")
+            part.write_text(json.dumps([*read_rows(self.path), row], indent=1) + "\n", encoding="utf-8")
+            part.replace(self.path)
+        return row

@@ -1,0 +1,138 @@
+"""The latency benchmark: what its numbers mean, and that a run leaves rows that can be read again."""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashforward_core.cli import main
+from flashforward_core.commands import bench_kernels
+from flashforward_core.commands.bench_latency import METRICS, Bench, add_arguments, forward_seconds, steady_rate
+from flashforward_core.commands.bench_models import random_transformer
+from flashforward_core.commands.bench_rows import RowBook, read_rows
+from flashforward_core.engine.cost import CostKey, load_cost
+from flashforward_core.engine.events import LaneInfo, TaskSpan, Timeline
+from flashforward_core.engine.forward import FastOptions
+from flashforward_core.engine.rollout import RenderResult
+from flashforward_core.graph.schedules import build_graph
+from flashforward_core.graph.task import Role
+from flashforward_core.specs import AnchorPlan
+
+pytestmark = pytest.mark.cpu
+
+
+def span(task: str, start: float, end: float, lane: int = 0) -> TaskSpan:
+    return TaskSpan(task=task, lane=lane, start_s=start, end_s=end)
+
+
+def test_two_lanes_that_overlap_fully_are_twice_as_fast() -> None:
+    one = [span(f"a{n}", n, n + 1) for n in range(40)]
+    two = [span(f"{lane}{n}", n, n + 1, lane) for n in range(40) for lane in range(2)]
+    assert steady_rate(one) == pytest.approx(1)
+    # 20 to 21 ends of each lane lie in the middle half; the first of them starts the clock
+    assert steady_rate(two) == pytest.approx(2, rel=0.03)
+
+
+def test_a_ramp_at_either_end_does_not_count() -> None:
+    """Filling and draining a wavefront takes 10 of 100 s here, with a lane idle for all of it."""
+    steady = [span(f"a{n}", n, n + 1) for n in range(10, 90)]
+    ramps = [span("first", 0, 10), span("last", 90, 100)]
+    assert steady_rate([*ramps, *steady]) == pytest.approx(1)
+    with pytest.raises(ValueError, match="latents are too few"):
+        steady_rate(ramps)
+
+
+def test_forwards_are_told_apart_by_role_and_keys(rig: Any) -> None:
+    """Chunks see two anchors and the chunk before; each anchor block of one sees itself and the block before."""
+    spec = rig.spec(latent_frames=8, anchors=AnchorPlan(stride=4, block_frames=1), chunk_frames=4)
+    graph = build_graph(spec, decode=False)
+    seconds = {"planner/denoise/b0/s0": 1.0, "planner/denoise/b0/s1": 3.0, "planner/denoise/b1/s0": 5.0}
+    spans = tuple(span(task.id, 0, seconds.get(task.id, 7.0)) for task in graph.tasks)
+    timeline = Timeline(source="measured", lanes=(LaneInfo(name="lane0", device="cpu"),), spans=spans)
+    result = RenderResult(latents_BCFHW=None, timeline=timeline, sha256="")
+    tokens = spec.shape.tokens_per_frame
+    found = forward_seconds(graph, spec, result)
+    assert found[Role.PLANNER, tokens] == 2  # the median of its two stages
+    assert found[Role.PLANNER, 2 * tokens] == 6  # 5 and 7
+    assert {keys // tokens for role, keys in found if role is Role.RENDERER} == {4 + 2, 4 + 2 + 4}
+
+
+def test_rows_are_kept_after_each_and_added_to_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "rows.json"
+    for value in (1.0, 2.0):
+        book = RowBook(path=path, machine="a machine", common={"model": "embedded"}, commit="abc")
+        row = book.add("forward_ms", value, "ms", context=21)
+    assert [row["value"] for row in read_rows(path)] == [1.0, 2.0]
+    assert set(row) == {"metric", "value", "unit", "config", "machine", "date", "commit"}
+    assert row["config"] == {"model": "embedded", "context": 21}
+    path.write_text('{"rows": []}')
+    with pytest.raises(ValueError, match="holds no benchmark rows"):
+        read_rows(path)
+
+
+def test_random_weights_of_any_size_give_finite_velocities(rig: Any) -> None:
+    model = random_transformer(rig.backbone().config, device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    backbone = replace(rig.backbone(), models=dict.fromkeys(Role, model), dtype=torch.bfloat16)
+    errors = list(bench_kernels.forward_errors(backbone, rig.spec(latent_frames=3), fast=FastOptions()))
+    assert errors[0][0]["attention"] == "sdpa"
+    # bf16 keeps 8 bits: 2^-9 relative, some tens of roundings one after another
+    assert 0 < errors[0][1] < 0.05
+
+
+def arguments(**changes: Any) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(["--devices", "cpu"])
+    vars(args).update(changes)
+    return args
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "2B"}, "model='2B' is unknown"),
+        ({"precision": "int4"}, "precision='int4' is unknown"),
+        ({"metrics": ["forward_ms", "speed"]}, "metrics='speed' is unknown"),
+        ({"resolution": "480p"}, "resolution='480p' does not fit model='embedded'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Bench.of(arguments(**changes))
+
+
+def test_one_failing_metric_does_not_lose_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    def broken(bench: Bench) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setitem(METRICS._entries, "lane_scaling", broken)
+    monkeypatch.setitem(METRICS._entries, "decode_fps", lambda bench: bench.book.add("decode_fps", 1.0, "frames/s"))
+    path = tmp_path / "rows.json"
+    words = ["bench", "latency", "--devices", "cpu", "--metrics", "lane_scaling", "decode_fps", "--json", str(path)]
+    assert main(words) == 1
+    assert [row["metric"] for row in json.loads(path.read_text())] == ["decode_fps"]
+    assert "lane_scaling: RuntimeError: out of memory" in capsys.readouterr().out
+
+
+def test_the_command_measures_predicts_and_fits(tmp_path: Path) -> None:
+    """One small rollout of the embedded model on the CPU; only that the numbers are there and fit together."""
+    rows_path, costs = tmp_path / "rows.json", tmp_path / "costs.json"
+    words = ["bench", "latency", "--latents", "4", "--devices", "cpu", "--metrics", "rollout_s", "--predict", "4"]
+    assert main([*words, "--json", str(rows_path), "--fit", "--costs", str(costs), "--traces", str(tmp_path)]) == 0
+    rows = read_rows(rows_path)
+    by_source = {row["config"]["source"]: row["value"] for row in rows if row["metric"] == "rollout_s"}
+    assert 0 < by_source["predicted"] < by_source["measured"]  # four lanes overlap; one cannot be faster
+    key = CostKey(device=rows[0]["machine"], model="embedded", resolution="128x192", precision="fp32")
+    cost = load_cost(costs, key=key)
+    assert cost is not None and cost.forward_s > 0
+    (error,) = (row for row in rows if row["metric"] == "makespan_error")
+    measured, predicted = error["config"]["measured_s"], error["config"]["predicted_s"]
+    assert error["value"] == pytest.approx(abs(measured - predicted) / measured) and measured > 0
+    assert {path.suffix for path in tmp_path.glob("embedded_*")} == {".json"}
