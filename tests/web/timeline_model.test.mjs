@@ -118,6 +118,19 @@ test("measured spans lie over their ghosts, to one scale", () => {
   assert.equal(taskOf(view, "renderer/denoise/c2/s1").box, null);
 });
 
+test("a render that reuses its beginning starts over its first own ghost", () => {
+  const late = [
+    { task: "renderer/denoise/c2/s0", lane: 0, start_s: 0.1, end_s: 0.3 },
+    { task: "renderer/denoise/c2/s1", lane: 1, start_s: 0.3, end_s: 0.5 },
+  ];
+  const view = draw(applySpans(noRuns(), spanEvent("a", late)));
+  for (const { task } of late) {
+    const { box, ghost } = taskOf(view, task);
+    near(box.x, ghost.x);
+    near(box.w, ghost.w);
+  }
+});
+
 test("batches of one run add up; another run starts anew", () => {
   let runs = applySpans(noRuns(), spanEvent("a", RAN.slice(0, 1)));
   runs = applySpans(runs, spanEvent("a", RAN.slice(1), { done: 2 }));

@@ -72,13 +72,13 @@ export function indexPlan(plan) {
 
 const isKv = (slot) => slot.space === "kv" || slot.space === "anchor_kv";
 
-/** What a task's attention reads: chunks and anchors other than its own. */
+/** What a task's attention reads besides its own keys: chunks and anchors, by index. */
 export function readsOf(task) {
   const chunks = new Set();
   const anchors = new Set();
   for (const slot of task.reads.map(parseSlot).filter(isKv)) {
     if (slot.space === "anchor_kv") anchors.add(slot.index);
-    else if (slot.index !== task.index || task.role !== "renderer") chunks.add(slot.index);
+    else chunks.add(slot.index);
   }
   return { chunks, anchors };
 }
@@ -178,22 +178,30 @@ function sectionsOf(index, area) {
   });
 }
 
-/** Units of the prediction per measured second, so that what has run lies over its ghosts. */
+/**
+ * How measured seconds become the prediction's units: what has run lies over its ghosts, from the first one's start to
+ * the last one's end. A render that reuses an earlier one's beginning starts late in the prediction.
+ */
 export function liveScale(part, spans) {
-  const measured = Math.max(...spans.map((span) => span.end_s));
-  const predicted = Math.max(...spans.map((span) => part.spans.get(span.task)?.end_s ?? 0));
-  return measured > 0 ? (predicted || part.extent) / measured : 0;
+  const ghosts = spans.map((span) => part.spans.get(span.task)).filter(Boolean);
+  const measured = [Math.min(...spans.map((span) => span.start_s)), Math.max(...spans.map((span) => span.end_s))];
+  const predicted = ghosts.length
+    ? [Math.min(...ghosts.map((ghost) => ghost.start_s)), Math.max(...ghosts.map((ghost) => ghost.end_s))]
+    : [0, part.extent];
+  const length = measured[1] - measured[0];
+  const scale = length > 0 ? (predicted[1] - predicted[0]) / length : 0;
+  return { scale, offset: predicted[0] - measured[0] * scale };
 }
 
 function taskItems(section, runs, area) {
   const { part } = section;
   const spans = runs[part.key]?.spans ?? [];
-  const scale = spans.length ? liveScale(part, spans) * section.unit : 0;
+  const { scale, offset } = liveScale(part, spans);
   const measured = new Map(spans.map((span) => [span.task, span]));
-  const at = (span, unit, inset) => ({
-    x: section.x + span.start_s * unit,
+  const at = (span, { scale: by, offset: from }, inset) => ({
+    x: section.x + (from + span.start_s * by) * section.unit,
     y: area.y + span.lane * area.row + inset,
-    w: Math.max(0.5, (span.end_s - span.start_s) * unit),
+    w: Math.max(0.5, (span.end_s - span.start_s) * by * section.unit),
     h: area.row - 2 - inset,
   });
   return part.graph.tasks.map((task) => {
@@ -208,8 +216,8 @@ function taskItems(section, runs, area) {
       label: task.role === "planner" ? `b${task.index}` : String(task.index),
       predicted: ghost,
       measured: ran ?? null,
-      ghost: at(ghost, section.unit, 0),
-      box: ran ? at(ran, scale, Math.round(area.row / 4)) : null,
+      ghost: at(ghost, { scale: 1, offset: 0 }, 0),
+      box: ran ? at(ran, { scale, offset }, Math.round(area.row / 4)) : null,
     };
   });
 }
