@@ -188,11 +188,18 @@ class RolloutSpec:
     prompts: tuple[PromptSpan, ...] = (PromptSpan(),)
     seed: int = 0
     kv_policy: KVPolicy = field(default_factory=KeepOptions)
+    start_frames: int = 0
+    """Latent frames at the start that are given, clean: an image's, or a video's that goes on."""
     """What is kept of the history; anything but ``KeepOptions`` replaces the history's window and sink."""
 
     def __post_init__(self) -> None:
         _at_least("chunk_frames", self.chunk_frames, 1, "use chunk_frames=3")
         _at_least("seed", self.seed, 0, "use a seed of 0 or more")
+        if not 0 <= self.start_frames < self.shape.latent_frames:
+            raise ValueError(
+                f"start_frames={self.start_frames} leaves nothing to make of {self.shape.latent_frames} latent frames; "
+                "use a longer video or a shorter start"
+            )
         if self.history.chunks == 0 and self.anchors is None and self.num_chunks > 1:
             raise ValueError("history=0 reads nothing; use history >= 1 or anchors")
         sink_chunks = -(-self.history.sink // self.chunk_frames)
@@ -225,6 +232,11 @@ class RolloutSpec:
     @property
     def num_chunks(self) -> int:
         return -(-self.shape.latent_frames // self.chunk_frames)
+
+    @property
+    def start_chunks(self) -> int:
+        """Chunks that are given as a whole; the frames of the start that are left over begin the next chunk."""
+        return self.start_frames // self.chunk_frames
 
     def chunk(self, index: int) -> range:
         """Latent frames of chunk ``index``."""

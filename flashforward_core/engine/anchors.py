@@ -44,6 +44,8 @@ class Anchors:
     """Whether each anchor is to stay as it is when others are planned again."""
     planner: Planner | None = field(default=None, repr=False, compare=False)
     """What planned them; None when they came from elsewhere."""
+    start: Tensor | None = field(default=None, repr=False, compare=False)
+    """The video's first latent frames, normalised [B, C, F, h, w], which they were planned to follow."""
 
     def __post_init__(self) -> None:
         count = self.latents_BCAHW.shape[2]
@@ -98,6 +100,7 @@ def plan_anchors(
     texts: Sequence[Tensor],
     *,
     keep: Anchors | None = None,
+    start: Tensor | None = None,
     devices: DevicePlan = DevicePlan(),  # noqa: B008 (frozen)
     on_event: Callback | None = None,
     check_cancel: CheckCancel | None = None,
@@ -105,9 +108,12 @@ def plan_anchors(
     """Run the planner alone, on the first device: its forwards follow one another.
 
     ``texts`` and the callbacks are as for ``render``. The locked anchors of ``keep`` stay as they are, and the others
-    are planned around them. Raises ``ValueError`` for a schedule without anchors and for ``keep`` of another plan.
+    are planned around them; so are those that ``start`` covers, the video's first latent frames. Raises ``ValueError``
+    for a schedule without anchors and for ``keep`` or ``start`` of another plan.
     """
-    inputs = checked_inputs(backbone, spec, texts)
+    if start is None and keep is not None:
+        start = keep.start
+    inputs = checked_inputs(backbone, spec, texts, start=start)
     planner = Planner(backbone=backbone, texts=texts, devices=devices)
     if keep is not None and inputs.spec.anchors is not None:
         check_anchors(inputs, keep)
@@ -115,7 +121,9 @@ def plan_anchors(
     latents = _plan(planner, inputs, graph=planner_graph(inputs.spec), on_event=on_event, check_cancel=check_cancel)
     positions = inputs.spec.anchor_positions()
     locked = (False,) * len(positions) if keep is None else keep.locked
-    return Anchors(latents_BCAHW=latents, positions=positions, spec=inputs.spec, locked=locked, planner=planner)
+    return Anchors(
+        latents_BCAHW=latents, positions=positions, spec=inputs.spec, locked=locked, planner=planner, start=start
+    )
 
 
 def reseed(
@@ -133,12 +141,12 @@ def reseed(
     """
     if anchors.planner is None:
         raise ValueError("reseed needs the planner that made the anchors; connect anchors from Plan Anchors")
-    inputs = checked_inputs(anchors.planner.backbone, anchors.spec, anchors.planner.texts)
+    inputs = checked_inputs(anchors.planner.backbone, anchors.spec, anchors.planner.texts, start=anchors.start)
     spec = inputs.spec
     block = next(n for n, members in enumerate(spec.anchor_blocks()) if index in members)
     others = [n for n in range(len(anchors.positions)) if n != index]
     before = {slot: latents for slot, latents in anchors.slots().items() if slot.index < block}
-    inputs = replace(inputs, given=before, pinned=_pins(anchors, others), anchor_seeds={index: seed})
+    inputs = replace(inputs, given=before, start=None, pinned=_pins(anchors, others), anchor_seeds={index: seed})
     graph = _one_block(planner_graph(spec), block=block, given=frozenset(before))
     latents = _plan(anchors.planner, inputs, graph=graph, on_event=on_event, check_cancel=check_cancel)
     return anchors.with_latent(index, latents[:, :, index])

@@ -36,6 +36,8 @@ class RunInputs:
     """Finished latents [B, C, F, h, w] on the CPU: anchor blocks, or chunks of an earlier run; only to be read."""
     pinned: Mapping[int, Tensor] = field(default_factory=dict)
     """Anchors [B, C, h, w] on the CPU that stay as they are while the rest of their block is denoised, by index."""
+    start: Tensor | None = None
+    """Clean latents [B, C, spec.start_frames, h, w] on the CPU with which the video begins, normalised."""
     anchor_seeds: Mapping[int, int] = field(default_factory=dict)
     """Seeds of anchors whose noise is not the rollout's, by index."""
 
@@ -49,6 +51,20 @@ class RunInputs:
             return tuple(self.spec.chunk(task.index))
         positions = self.spec.anchor_positions()
         return tuple(positions[anchor] for anchor in self.spec.anchor_blocks()[task.index])
+
+    def pins_of(self, task: ForwardTask) -> dict[int, Tensor]:
+        """Return what stays as given while ``task`` denoises, [B, C, h, w], by place among its latent frames.
+
+        Anchors are pinned by ``pinned``, else by the start where it covers them; a chunk by the start alone.
+        """
+        found: dict[int, Tensor] = {}
+        anchors = self.spec.anchor_blocks()[task.index] if task.role is Role.PLANNER else ()
+        for place, frame in enumerate(self.frames_of(task)):
+            if anchors and anchors[place] in self.pinned:
+                found[place] = self.pinned[anchors[place]]
+            elif self.start is not None and frame < self.start.shape[2]:
+                found[place] = self.start[:, :, frame]
+        return found
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,13 +172,13 @@ def _latents(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Val
 
 
 def _pin(x0_BCFHW: Tensor, task: ForwardTask, inputs: RunInputs) -> Tensor:
-    """Put pinned anchors where they belong, so that the rest of their block sees them at the next noise level."""
-    if task.role is not Role.PLANNER or not inputs.pinned:
+    """Put what is given where it belongs, so that the rest of the block or chunk sees it at the next noise level."""
+    pins = inputs.pins_of(task)
+    if not pins:
         return x0_BCFHW
     frames = list(x0_BCFHW.unbind(2))
-    for place, anchor in enumerate(inputs.spec.anchor_blocks()[task.index]):
-        if anchor in inputs.pinned:
-            frames[place] = inputs.pinned[anchor].to(x0_BCFHW)
+    for place, pin in pins.items():
+        frames[place] = pin.to(x0_BCFHW)
     return torch.stack(frames, dim=2)
 
 

@@ -103,7 +103,8 @@ def remember(
     for slots in run.snapshots:
         values = {run.keys[slot]: pages[slot] for slot in slots}
         store.put(values, budget_bytes=budget)
-    store.put({run.keys[slot]: value for slot, value in {**run.latents, **latents}.items()}, budget_bytes=budget)
+    made = {**run.latents, **latents}.items()
+    store.put({run.keys[slot]: value for slot, value in made if slot in run.keys}, budget_bytes=budget)
 
 
 def places(graph: TaskGraph, spec: RolloutSpec) -> tuple[int, ...]:
@@ -174,7 +175,8 @@ def _facts(task: ForwardTask, *, pages: PagePlan, inputs: RunInputs) -> tuple[ob
     places = [(page.start, page.frames) for page in (view.own, *(page for _, page in view.reads))]
     levels = sigmas[task.stage : task.stage + 2] if task.kind is Kind.DENOISE else sigmas[task.stage : task.stage + 1]
     seed = inputs.spec.seed if task.kind is Kind.DENOISE else None  # a commit draws no noise
-    return (task.kind, task.role, task.stage, inputs.frames_of(task), levels, seed, places)
+    pins = {place: content_key(pin) for place, pin in inputs.pins_of(task).items()} if seed is not None else {}
+    return (task.kind, task.role, task.stage, inputs.frames_of(task), levels, seed, places, pins)
 
 
 def _clean(graph: TaskGraph, space: Space, spec: RolloutSpec) -> tuple[Slot, ...]:

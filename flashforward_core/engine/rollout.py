@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,6 +63,7 @@ def render(
     texts: Sequence[Tensor],
     *,
     anchors: Anchors | None = None,
+    start: Tensor | None = None,
     devices: DevicePlan = DevicePlan(),  # noqa: B008 (frozen)
     decode: bool = False,
     reuse_bytes: int = 0,
@@ -72,13 +73,15 @@ def render(
     """Run the whole rollout over ``devices``; without ``anchors`` it plans them on the way.
 
     ``texts`` are prompt embeddings [B, text_len, text_dim], indexed by ``PromptSpan.prompt``; row b of the batch has
-    the seed ``spec.seed + b``. With ``decode``, frames arrive as ``FramesReady`` events, in order. ``on_event`` and
+    the seed ``spec.seed + b``. ``start`` holds the video's first latent frames, normalised [B, C, F, h, w]; without it
+    the anchors' own start is used. Chunks that it covers are committed clean (t=0), and what is left of it stays as it
+    is while its chunk is denoised. With ``decode``, frames arrive as ``FramesReady`` events, in order. ``on_event`` and
     ``check_cancel`` run on the calling thread, the latter at least every 50 ms; what they raise stops every lane within
     one forward and propagates. ``reuse_bytes`` of host memory hold what later renders with this backbone can go on
     from (see ``engine.reuse``); reused chunks arrive as events too, first. 0 reuses nothing and drops what is held.
     Raises ``ValueError`` for inputs that do not fit, ``TaskFailed`` when a task fails.
     """
-    inputs = _inputs(backbone, spec, texts, anchors=anchors)
+    inputs = _inputs(backbone, spec, texts, anchors=anchors, start=start)
     if decode and backbone.vae is None:
         raise ValueError("decode=True needs a backbone with an autoencoder; load one, or decode the latents elsewhere")
     graph = build_graph(inputs.spec, decode=decode, given_anchors=anchors is not None)
@@ -88,7 +91,8 @@ def render(
     out = empty_latents(backbone, inputs, frames=inputs.spec.shape.latent_frames)
     events = _Events(out, inputs.spec, on_event=on_event, skipped=len(graph) - len(run.graph))
     began = time.perf_counter()
-    events.replay(run)
+    events.replay({slot: value for slot, value in inputs.given.items() if slot.space is Space.LATENT})
+    events.replay(run.latents)
     report = run_placed(
         run.graph,
         inputs=replace(inputs, given={**inputs.given, **run.latents}),
@@ -136,12 +140,19 @@ def latents_sha256(latents: Tensor) -> str:
     return hashlib.sha256(data.numpy().tobytes()).hexdigest()
 
 
-def _inputs(backbone: Backbone, spec: RolloutSpec, texts: Sequence[Tensor], *, anchors: Anchors | None) -> RunInputs:
-    inputs = checked_inputs(backbone, spec, texts)
+def _inputs(
+    backbone: Backbone,
+    spec: RolloutSpec,
+    texts: Sequence[Tensor],
+    *,
+    anchors: Anchors | None,
+    start: Tensor | None,
+) -> RunInputs:
     if anchors is None:
-        return inputs
+        return checked_inputs(backbone, spec, texts, start=start)
+    inputs = checked_inputs(backbone, spec, texts, start=anchors.start if start is None else start)
     check_anchors(inputs, anchors)
-    return replace(inputs, given=replace(anchors, spec=inputs.spec).slots())
+    return replace(inputs, given={**inputs.given, **replace(anchors, spec=inputs.spec).slots()})
 
 
 def _resume(
@@ -180,9 +191,9 @@ class _Events:
         self._on_event = on_event
         self._skipped = skipped
 
-    def replay(self, run: Resume) -> None:
+    def replay(self, there: Mapping[Slot, Tensor]) -> None:
         """Tell what is there already, as if it had just been made."""
-        for slot, latents in run.latents.items():
+        for slot, latents in there.items():
             if slot.space is Space.LATENT:
                 self(ChunkReady(index=slot.index, frames=self._spec.chunk(slot.index), latents=latents))
             else:

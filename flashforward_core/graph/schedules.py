@@ -196,6 +196,23 @@ def _render_chunk(spec: RolloutSpec, schedule: Schedule, chunk: int) -> Iterator
             yield _compact(spec, Memory.SAME_STAGE, chunk=chunk, stage=stage)
 
 
+def _given_chunk(spec: RolloutSpec, memory: Memory, chunk: int) -> Iterator[ForwardTask]:
+    """Commit a chunk whose clean latents are given, at t=0, once for each bank in which later chunks look for it."""
+    clean = spec.stages.num_stages
+    banks = {_kv(spec, memory, chunk=chunk, stage=stage): stage for stage in reversed(range(clean))}
+    for kv, stage in sorted(banks.items()):
+        yield ForwardTask(
+            kind=Kind.COMMIT,
+            role=Role.RENDERER,
+            index=chunk,
+            stage=clean,
+            reads=(_latent(Space.LATENT, chunk, clean), *_context(spec, memory, chunk=chunk, stage=stage)),
+            writes=(_published(spec, kv),),
+        )
+        if spec.compacts:
+            yield _compact(spec, memory, chunk=chunk, stage=stage)
+
+
 def _decode(spec: RolloutSpec, chunk: int) -> ForwardTask:
     """Decode one finished chunk; the decoder's state passes from chunk to chunk."""
     before = (_latent(Space.VAE_STATE, chunk - 1, 0),) if chunk else ()
@@ -222,7 +239,8 @@ def build_graph(spec: RolloutSpec, *, decode: bool = True, given_anchors: bool =
     """Return the whole rollout as tasks, chunk by chunk, each anchor block just before the first chunk that reads it.
 
     Inputs are the noise (level 0), or with ``given_anchors`` the finished anchor latents (level S) in place of the
-    anchors' noise. Raises ``ValueError`` where ``spec`` and its schedule do not fit (see ``spec_for``).
+    anchors' noise; and so are the latents of the chunks that ``spec.start_frames`` covers. Raises ``ValueError`` where
+    ``spec`` and its schedule do not fit (see ``spec_for``).
     """
     spec = spec_for(spec)
     schedule = SCHEDULES[spec.schedule]
@@ -234,7 +252,10 @@ def build_graph(spec: RolloutSpec, *, decode: bool = True, given_anchors: bool =
         while planned < len(blocks) and gamma and blocks[planned][0] <= gamma[-1]:
             tasks.extend(_planner_block(spec, planned, given=given_anchors))
             planned += 1
-        tasks.extend(_render_chunk(spec, schedule, chunk))
+        if chunk < spec.start_chunks:
+            tasks.extend(_given_chunk(spec, schedule.memory, chunk))
+        else:
+            tasks.extend(_render_chunk(spec, schedule, chunk))
         if decode:
             tasks.append(_decode(spec, chunk))
     for block in range(planned, len(blocks)):  # blocks that no chunk reads are still results

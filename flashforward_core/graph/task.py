@@ -76,6 +76,9 @@ class ForwardTask:
             return f"{self.role}/denoise/{unit}{self.index}/s{self.stage}"
         if self.kind is Kind.COMMIT:
             tail = "" if self.role is Role.PLANNER else f"/l{self.stage}"
+            level = next((slot.level for slot in self.writes), self.stage)
+            if self.role is Role.RENDERER and level != self.stage:  # clean KV that stands in for another level's
+                tail += f"/s{level}"
             return f"{self.role}/commit/{unit}{self.index}{tail}"
         if self.kind is Kind.COMPACT:
             return f"compact/c{self.index}/s{self.stage}"
