@@ -3,7 +3,10 @@
 import argparse
 import importlib
 
-SUITES = {"latency": ("forwards, rollouts, decoding and whole jobs, in seconds", ".bench_latency")}
+SUITES = {
+    "latency": ("forwards, rollouts, decoding and whole jobs, in seconds", ".bench_latency"),
+    "quality": ("flicker, seams, drift, motion and faithfulness of each schedule's videos", ".bench_quality"),
+}
 """Name -> (help, module of this package with ``add_arguments(parser)`` and ``run(args) -> int``)."""
 
 
