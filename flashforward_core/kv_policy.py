@@ -1,6 +1,6 @@
 """Which KV policy a rollout has, and its settings: frozen and validated. How each works: kv/policies.py."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .registry import Registry
 
@@ -125,3 +125,14 @@ KV_POLICIES.add("keep")(KeepOptions)
 KV_POLICIES.add("window")(WindowOptions)
 KV_POLICIES.add("future_forcing")(FutureForcingOptions)
 KV_POLICIES.add("temp_cache")(TempCacheOptions)
+
+
+def policy_named(name: str, *, budget_frames: int | None = None) -> KVPolicy:
+    """Return a policy with its defaults, but for the budget if one is given; ``ValueError`` if it has none."""
+    kind = KV_POLICIES[name]
+    if budget_frames is None:
+        return kind()
+    default = kind()
+    if isinstance(default, KeepOptions):
+        raise ValueError(f"kv_budget={budget_frames} has no use with kv_policy={name!r}; choose another policy")
+    return replace(default, budget_frames=budget_frames)

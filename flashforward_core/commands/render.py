@@ -17,6 +17,7 @@ from ..engine.placement import LAYOUTS, ORDERS
 from ..engine.rollout import RenderResult, render
 from ..graph.anchors import RULES
 from ..graph.schedules import SCHEDULES, spec_for
+from ..kv_policy import KV_POLICIES, policy_named
 from ..media import VideoWriter
 from ..model.loading import EMBEDDED_SIZE, load_embedded
 from ..model.roles import Backbone
@@ -60,6 +61,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--history", type=int, default=5, metavar="N", help="earlier chunks that a chunk reads (5)")
     parser.add_argument("--planner-history", type=int, default=6, metavar="N", help="earlier anchor blocks read (6)")
     parser.add_argument("--sink", type=int, default=0, metavar="N", help="latent frames pinned to the start (0)")
+    parser.add_argument("--kv-policy", default="keep", help=f"one of: {', '.join(KV_POLICIES)} (keep)")
+    parser.add_argument("--kv-budget", type=int, metavar="N", help="latent frames' worth that the policy keeps")
 
 
 def spec_of(args: argparse.Namespace, *, size: tuple[int, int]) -> RolloutSpec:
@@ -77,6 +80,7 @@ def spec_of(args: argparse.Namespace, *, size: tuple[int, int]) -> RolloutSpec:
         anchors=AnchorPlan(stride=args.anchor_stride, rule=args.anchor_rule),
         history=History(chunks=args.history, planner_blocks=args.planner_history, sink=args.sink),
         seed=args.seed,
+        kv_policy=policy_named(args.kv_policy, budget_frames=args.kv_budget),
     )
     return spec_for(spec)
 

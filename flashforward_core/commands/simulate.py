@@ -12,6 +12,7 @@ from ..engine.simulate import simulate
 from ..graph.anchors import RULES
 from ..graph.schedules import SCHEDULES, build_graph, spec_for
 from ..graph.task import Slot, TaskGraph
+from ..kv_policy import KV_POLICIES, policy_named
 from ..model.config import EMBEDDED, MODELS, WanConfig
 from ..specs import AnchorPlan, History, RolloutSpec, VideoShape
 
@@ -35,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk-frames", type=int, default=3, metavar="N", help="latent frames of a chunk (3)")
     parser.add_argument("--history", type=int, default=5, metavar="N", help="earlier chunks that a chunk reads (5)")
     parser.add_argument("--sink", type=int, default=0, metavar="N", help="latent frames pinned to the start (0)")
+    parser.add_argument("--kv-policy", default="keep", help=f"one of: {', '.join(KV_POLICIES)} (keep)")
+    parser.add_argument("--kv-budget", type=int, metavar="N", help="latent frames' worth that the policy keeps")
     parser.add_argument("--planner-history", type=int, default=6, metavar="N", help="earlier anchor blocks read (6)")
     parser.add_argument(
         "--anchor-stride", type=int, default=10, metavar="N", help="latent frames from anchor to anchor (10)"
@@ -80,7 +83,12 @@ def _spec(args: argparse.Namespace, resolution: str) -> RolloutSpec:
     plan = AnchorPlan(stride=args.anchor_stride, rule=args.anchor_rule)
     history = History(chunks=args.history, planner_blocks=args.planner_history, sink=args.sink)
     spec = RolloutSpec(
-        shape=shape, schedule=args.schedule, chunk_frames=args.chunk_frames, anchors=plan, history=history
+        shape=shape,
+        schedule=args.schedule,
+        chunk_frames=args.chunk_frames,
+        anchors=plan,
+        history=history,
+        kv_policy=policy_named(args.kv_policy, budget_frames=args.kv_budget),
     )
     return spec_for(spec)
 

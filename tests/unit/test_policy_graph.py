@@ -19,6 +19,7 @@ from flashforward_core.kv_policy import (
     KeepOptions,
     TempCacheOptions,
     WindowOptions,
+    policy_named,
 )
 from flashforward_core.specs import AnchorPlan, PromptSpan, RolloutSpec, StageSchedule, VideoShape
 
@@ -136,6 +137,12 @@ def test_memory_and_keys_stop_growing_at_the_budget(policy: object, after_five_c
     assert seconds(task) == 1 + 0.5 * (after_five_chunks + 3) * 4
 
 
+def test_a_policy_by_name_has_its_defaults_but_for_the_budget() -> None:
+    assert policy_named("temp_cache") == TempCacheOptions()
+    assert policy_named("window", budget_frames=12) == WindowOptions(budget_frames=12)
+    assert policy_named("keep") == KeepOptions()
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -144,6 +151,10 @@ def test_memory_and_keys_stop_growing_at_the_budget(policy: object, after_five_c
             r"budget_frames=3 leaves no window beside 3 sink frames; use at least 4",
         ),
         (lambda: TempCacheOptions(budget_frames=0), r"budget_frames=0 keeps nothing; use at least 1"),
+        (
+            lambda: policy_named("keep", budget_frames=9),
+            r"kv_budget=9 has no use with kv_policy='keep'; choose another",
+        ),
         (lambda: KV_POLICIES["drop"], r"kv policy='drop' is unknown; use one of: keep, window, future_forcing, temp"),
     ],
 )
