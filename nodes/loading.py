@@ -21,7 +21,7 @@ from .devices import default_device
 from .events import show_text
 from .model_files import EMBEDDED, backbone_files, backbone_path, stamp
 from .prompts import encode_schedule, encode_with_backbone
-from .roles import DTYPES, attention_input, compute_dtype, describe_backbone, make_room, role_inputs, role_paths
+from .roles import DTYPES, attention_input, compute_dtype, describe_backbone, role_inputs, role_paths
 from .sockets import CATEGORY, BackboneSocket, expert
 
 log = logging.getLogger(__name__)
@@ -120,10 +120,15 @@ class LoadBackbone(io.ComfyNode):
         if backbone == EMBEDDED:
             made = _embedded(preset, loras=bool(loras), fp8=weight_dtype == "fp8", **options)
         else:
-            path = backbone_path(backbone)
-            make_room(2 * path.stat().st_size, device)
-            fp8 = _fp8(weight_dtype, device)
-            made = load_backbone(path, role_loras=loras, preset=preset, fp8=fp8, **options)
+            options["device"] = "cpu"  # each device copies from there when it is first used
+            made = load_backbone(
+                backbone_path(backbone),
+                role_loras=loras,
+                preset=preset,
+                fp8=_fp8(weight_dtype, device),
+                mapped=device.type != "cpu",
+                **options,
+            )
         text = describe_backbone(made)
         log.info("%s", text)
         show_text(text, node_id=cls.hidden.unique_id)

@@ -19,7 +19,7 @@ from flashforward_core.model.roles import Backbone
 from .devices import default_device
 from .events import show_text
 from .model_files import stamp
-from .roles import attention_input, compute_dtype, describe_backbone, make_room, role_inputs, role_paths
+from .roles import attention_input, compute_dtype, describe_backbone, role_inputs, role_paths
 from .sockets import CATEGORY, BackboneSocket
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ HARMLESS = ("model_sampling", "manual_cast_dtype")  # object patches that do not
 SOURCE = "model"
 
 
-def to_backbone(model: Any, *, device: torch.device, preset: str = "auto", attention: str = "auto") -> Backbone:
-    """Make a backbone of a native MODEL with its patches (LoRAs) applied and fp8 scales multiplied in.
+def to_backbone(model: Any, *, dtype: torch.dtype, preset: str = "auto", attention: str = "auto") -> Backbone:
+    """Make a backbone on the CPU of a native MODEL with its patches (LoRAs) applied and fp8 scales multiplied in.
 
     ``model`` is not changed, whether it is loaded or not. Raises ``ValueError`` for anything but a Wan 2.1
     text-to-video model.
@@ -39,11 +39,10 @@ def to_backbone(model: Any, *, device: torch.device, preset: str = "auto", atten
     if network is None or not hasattr(network, "patch_embedding"):
         raise ValueError(f"model is a {type(model.model).__name__}; connect a Wan 2.1 text-to-video model")
     _warn_of_ignored(model)
-    dtype = compute_dtype("auto", device)
     with torch.inference_mode(False), torch.no_grad():
         found = standardise(dict(patched_weights(model, dtype=dtype)), source=SOURCE)
         config = infer_config(found.tensors, num_heads=getattr(network, "num_heads", None))
-        built = build_transformer(config, found.tensors, source=SOURCE, dtype=dtype, device=device)
+        built = build_transformer(config, found.tensors, source=SOURCE, dtype=dtype, mapped=True)
     choice = choose_preset(preset)
     report = f"{found.report}, {len(model.patches)} of them patched"
     mark = _fingerprint(model, found.tensors)
@@ -134,11 +133,10 @@ class BackboneFromModel(io.ComfyNode):
     def execute(
         cls, *, model: Any, planner_lora: str, renderer_lora: str, preset: str, attention: str
     ) -> io.NodeOutput:
-        device = default_device()
-        make_room(model.model_size(), device)
+        dtype = compute_dtype("auto", default_device())
         loras = role_paths(planner_lora, renderer_lora)
         chosen = "flashforward" if preset == "auto" and loras else preset
-        made = with_role_loras(to_backbone(model, device=device, preset=chosen, attention=attention), loras)
+        made = with_role_loras(to_backbone(model, dtype=dtype, preset=chosen, attention=attention), loras)
         text = describe_backbone(made)
         log.info("%s", text)
         show_text(text, node_id=cls.hidden.unique_id)

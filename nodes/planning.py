@@ -17,6 +17,7 @@ from .devices import default_devices
 from .events import RolloutMonitor, check_cancel, show_text
 from .loading import check_size, preview_of
 from .prompts import with_prompts
+from .residency import make_resident
 from .sockets import (
     CATEGORY,
     AnchorsSocket,
@@ -236,6 +237,7 @@ class PlanAnchors(io.ComfyNode):
         monitor = RolloutMonitor(
             node_id=cls.hidden.unique_id, preview=preview_of(backbone), scale=8, plan=plan, planner_only=True
         )
+        make_resident(backbone, plan)
         anchors = plan_anchors(
             backbone,
             spec,

@@ -14,6 +14,7 @@ from .bridge import to_latent
 from .events import RolloutMonitor, check_cancel, show_text
 from .loading import preview_of
 from .prompts import with_prompts
+from .residency import make_resident
 from .sockets import (
     CATEGORY,
     AnchorsSocket,
@@ -85,6 +86,7 @@ class Render(io.ComfyNode):
             plan=plan,
             given_anchors=anchors is not None,
         )
+        make_resident(backbone, plan)
         result = render(
             backbone,
             spec,

@@ -67,12 +67,6 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def make_room(num_bytes: int, device: torch.device) -> None:
-    """Let ComfyUI move models of its own out of the device's memory before weights come in."""
-    if device.type != "cpu":
-        comfy.model_management.free_memory(num_bytes, device)
-
-
 def fits_again(backbone: Backbone) -> bool:
     """Whether the weights' device has room for a second copy of them."""
     device = next(backbone.models[Role.RENDERER].parameters()).device

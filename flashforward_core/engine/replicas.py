@@ -51,8 +51,13 @@ def backbone_on(backbone: Backbone, device: torch.device) -> Backbone:
 
 def drop_replicas(backbone: Backbone) -> None:
     """Forget the copies of ``backbone``'s weights, so that their memory can be used for something else."""
+    drop_replicas_of(backbone.models[Role.RENDERER])
+
+
+def drop_replicas_of(renderer: nn.Module) -> None:
+    """Forget the copies of the backbone that has ``renderer``, for those who must not keep the backbone alive."""
     with _lock:
-        _replicas.pop(backbone.models[Role.RENDERER], None)
+        _replicas.pop(renderer, None)
 
 
 def copy_modules(parts: tuple[dict[Role, nn.Module], nn.Module | None], *, device: torch.device) -> Any:

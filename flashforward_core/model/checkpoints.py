@@ -131,12 +131,15 @@ def build_transformer(
     device: torch.device | str = "cpu",
     scales: Mapping[str, Tensor] | None = None,
     fp8: bool = False,
+    mapped: bool = False,
 ) -> CausalWanTransformer:
     """Return a frozen model with these tensors (diffusers' naming) as its weights.
 
     ``scales`` belong to scaled fp8 weights. ``fp8`` keeps the blocks' linears in 8 bits and widens them when used;
-    otherwise everything becomes ``dtype``, one tensor at a time. Missing, unknown and misshapen tensors raise
-    ``ValueError``; a missing role embedding is zeros, as in every checkpoint that knows no roles.
+    otherwise everything becomes ``dtype``, one tensor at a time. ``mapped`` leaves tensors that need no conversion in
+    the file's mapping, where they cost no memory until they are read; else the file may change or go after loading.
+    Missing, unknown and misshapen tensors raise ``ValueError``; a missing role embedding is zeros, as in every
+    checkpoint that knows no roles.
     """
     with torch.device("meta"):
         model = CausalWanTransformer(config)
@@ -153,8 +156,16 @@ def build_transformer(
             placed |= _held(name, tensor, scale, device=device)
         else:
             placed[name] = dequantise(tensor, scale, dtype=_dtype_of(name, dtype)).to(device)
+    if not mapped:
+        placed = {name: _own(tensor, tensors.get(name)) for name, tensor in placed.items()}
     model.load_state_dict(placed, assign=True)
     return model.requires_grad_(False).eval()
+
+
+def _own(tensor: Tensor, stored: Tensor | None) -> Tensor:
+    """Return ``tensor`` in memory of its own, copied only if it is the stored one."""
+    shared = stored is not None and tensor.device == stored.device and tensor.data_ptr() == stored.data_ptr()
+    return tensor.clone() if shared else tensor
 
 
 def _held(name: str, tensor: Tensor, scale: Tensor | None, *, device: torch.device | str) -> dict[str, Tensor]:
@@ -212,11 +223,17 @@ def checkpoint_files(path: Path) -> list[Path]:
 
 
 def load_checkpoint(
-    path: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", fp8: bool | None = False
+    path: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    fp8: bool | None = False,
+    mapped: bool = False,
 ) -> tuple[CausalWanTransformer, str]:
     """Load a transformer from a single file of either naming, or from a diffusers folder, with a report.
 
-    ``fp8`` True keeps the blocks' weights in 8 bits, None does when the file does; see ``build_transformer``.
+    ``fp8`` True keeps the blocks' weights in 8 bits, None does when the file does; see ``build_transformer``, for
+    ``mapped`` too.
     """
     with torch.inference_mode(False), torch.no_grad():
         if path.is_dir():
@@ -231,7 +248,14 @@ def load_checkpoint(
                 raise ValueError(f"{path}: {error}") from None
         keep = any(is_fp8(t) for t in found.tensors.values()) if fp8 is None else fp8
         model = build_transformer(
-            config, found.tensors, source=str(path), dtype=dtype, device=device, scales=found.scales, fp8=keep
+            config,
+            found.tensors,
+            source=str(path),
+            dtype=dtype,
+            device=device,
+            scales=found.scales,
+            fp8=keep,
+            mapped=mapped,
         )
     return model, found.report
 

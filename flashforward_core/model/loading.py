@@ -72,16 +72,18 @@ def load_backbone(
     device: torch.device | str = "cpu",
     fp8: bool | None = False,
     merged: bool = False,
+    mapped: bool = False,
     attention: str = "auto",
 ) -> Backbone:
     """Load a Wan 2.1 transformer from a file or diffusers folder; prompts and decoding come from elsewhere.
 
     ``role_loras`` are files of this project's format, or any other LoRA, then for its role alone. ``fp8`` True keeps
     weights in 8 bits, None does where the file does. ``merged`` gives each role a weight set of its own when there are
-    role LoRAs: faster, for twice the memory. Raises ``FileNotFoundError`` or ``ValueError`` that names the file.
+    role LoRAs: faster, for twice the memory. ``mapped`` leaves weights in the file until a device needs them. Raises
+    ``FileNotFoundError`` or ``ValueError`` that names the file.
     """
     choice = choose_preset(preset, file_name=path.name, has_roles=bool(role_loras))  # an unknown one costs no loading
-    model, report = load_checkpoint(path, dtype=dtype, device=device, fp8=fp8)
+    model, report = load_checkpoint(path, dtype=dtype, device=device, fp8=fp8, mapped=mapped)
     mark = quick_fingerprint(checkpoint_files(path))
     backbone = backbone_of(model, report=report, choice=choice, fingerprint=mark, dtype=dtype, attention=attention)
     backbone = with_role_loras(backbone, role_loras)

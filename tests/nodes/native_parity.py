@@ -3,10 +3,12 @@
 Prints one JSON object of largest differences; ``test_native.py`` starts it and says what they may be.
 """
 
+import gc
 import importlib
 import importlib.util
 import json
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,9 @@ spec.loader.exec_module(pack)
 
 from pack.nodes.bridge import from_latent, to_latent  # noqa: E402
 from pack.nodes.native import to_backbone  # noqa: E402
+from pack.nodes.residency import hold  # noqa: E402
 
+from flashforward_core.engine.replicas import backbone_on  # noqa: E402
 from flashforward_core.graph.task import Role  # noqa: E402
 from flashforward_core.model.config import WanConfig  # noqa: E402
 from flashforward_core.model.fp8 import FP8  # noqa: E402
@@ -43,7 +47,6 @@ from flashforward_core.model.transformer import CausalWanTransformer  # noqa: E4
 from flashforward_core.model.vae import StreamingDecoder, denormalise, encode_frames  # noqa: E402
 
 TINY = WanConfig(name="custom", dim=256, ffn_dim=96, num_heads=2, num_layers=2)
-CPU = torch.device("cpu")
 
 
 def original(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -100,7 +103,7 @@ def velocities(model: Any) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
     x, text = torch.randn(1, 16, 3, 8, 6, generator=generator), torch.randn(1, 512, 4096, generator=generator)
     with torch.inference_mode():  # as ComfyUI runs its nodes
-        backbone = to_backbone(model, device=CPU)
+        backbone = to_backbone(model, dtype=torch.float32)
     ours = backbone.models[Role.RENDERER]
     timestep = torch.full((1, 3), 833.3333)
     context = ours.text_context(text, Role.RENDERER)
@@ -108,7 +111,7 @@ def velocities(model: Any) -> tuple[Tensor, Tensor]:
     with torch.inference_mode():
         comfy.model_management.load_models_gpu([model], force_full_load=True)
         theirs = model.model.diffusion_model(x, timestep[:, 0], text)
-        again = to_backbone(model, device=CPU)  # now that it is loaded
+        again = to_backbone(model, dtype=torch.float32)  # now that it is loaded
     same = all(
         torch.equal(a, b) for a, b in zip(ours.parameters(), again.models[Role.RENDERER].parameters(), strict=True)
     )
@@ -168,17 +171,46 @@ def vae_differences() -> dict[str, float]:
 BARE: Any = None
 
 
+def residency() -> dict[str, bool]:
+    """Whether ComfyUI's unloading drops copies of our weights. A CPU under another name stands for a GPU."""
+    device = torch.device("cpu", 0)
+    backbone = to_backbone(comfy.sd.load_diffusion_model_state_dict(random_weights()), dtype=torch.float32)
+    hold(backbone, [device])
+    copied = backbone_on(backbone, device).models[Role.RENDERER]
+    held = backbone_on(backbone, device).models[Role.RENDERER] is copied
+    counted = sum(m.model_loaded_memory() for m in comfy.model_management.current_loaded_models if m.device == device)
+    copy = weakref.ref(copied)
+    del copied
+    comfy.model_management.free_memory(1e30, device)
+    gc.collect()
+    dropped = copy() is None
+    hold(backbone, [device])
+    again = backbone_on(backbone, device).models[Role.RENDERER] is not backbone.models[Role.RENDERER]
+    original = weakref.ref(backbone.models[Role.RENDERER])
+    del backbone
+    gc.collect()
+    return {
+        "held": held,
+        "counted": counted == 4 * sum(tensor.numel() for tensor in random_weights().values()) + 4 * 2 * TINY.dim,
+        "dropped": dropped,
+        "again": again,
+        "forgotten": original() is None,
+    }
+
+
 def refusal() -> str:
     """What a MODEL that is no text-to-video Wan says."""
     state = random_weights()
     state["patch_embedding.weight"] = torch.zeros(256, 36, 1, 2, 2)
     try:
-        to_backbone(comfy.sd.load_diffusion_model_state_dict(state), device=CPU)
+        to_backbone(comfy.sd.load_diffusion_model_state_dict(state), dtype=torch.float32)
     except ValueError as error:
         return str(error)
     return "not refused"
 
 
 torch.set_num_threads(1)
-BARE = to_backbone(comfy.sd.load_diffusion_model_state_dict(random_weights()), device=CPU)
-print(json.dumps({**model_differences(), **vae_differences(), "refusal": refusal(), "report": BARE.report}))
+BARE = to_backbone(comfy.sd.load_diffusion_model_state_dict(random_weights()), dtype=torch.float32)
+print(
+    json.dumps({**model_differences(), **vae_differences(), **residency(), "refusal": refusal(), "report": BARE.report})
+)

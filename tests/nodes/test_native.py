@@ -53,3 +53,8 @@ def test_latents_cross_the_border_exactly(measured: dict[str, Any]) -> None:
 def test_a_model_of_another_kind_is_refused_by_name(measured: dict[str, Any]) -> None:
     assert "image-to-video (I2V) model; use a 16-channel Wan 2.1" in measured["refusal"]
     assert "69 tensors (69 float32), original naming" in measured["report"]
+
+
+def test_comfyui_can_take_a_devices_memory_back(measured: dict[str, Any]) -> None:
+    """Copies of weights on a device are counted, kept while nobody needs the room, and dropped when asked."""
+    assert all(measured[claim] for claim in ("held", "counted", "dropped", "again", "forgotten")), measured

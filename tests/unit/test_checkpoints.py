@@ -409,3 +409,18 @@ def test_a_plan_for_a_stock_backbone_never_becomes_flashforward_by_itself() -> N
     assert warned == "warning: flashforward without trained role LoRAs runs, but its quality needs them"
     with pytest.raises(ValueError, match="preset='fast' is unknown; use one of: auto, manual"):
         fit_spec(spec, name="hiar", reason="", mode="fast")
+
+
+@pytest.mark.parametrize("name", ["wan.safetensors", "wan.pt"])
+def test_weights_stay_in_the_file_only_when_asked(name: str, weights: dict[str, Tensor], tmp_path: Path) -> None:
+    """A file that changes in place must not change a model that owns its weights; a mapped one reads the file."""
+    path = write(tmp_path / name, original(weights))
+    own, _ = load_checkpoint(path)
+    mapped, _ = load_checkpoint(path, mapped=True)
+    expected = weights["blocks.0.ffn.net.2.weight"]
+    assert torch.equal(mapped.blocks[0].ffn.net[2].weight, expected)
+    whole = path.read_bytes()
+    with path.open("r+b") as file:  # as an overwriting download does
+        file.write(bytes(len(whole)))
+    assert torch.equal(own.blocks[0].ffn.net[2].weight, expected)
+    assert mapped.blocks[0].ffn.net[2].weight.eq(0).all()
