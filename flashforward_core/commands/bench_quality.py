@@ -9,9 +9,11 @@ import datetime
 import json
 import logging
 import math
+import multiprocessing
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from torch import Tensor
 from ..engine.events import AnchorBlockReady, Event
 from ..engine.lanes import DevicePlan
 from ..engine.rollout import render
-from ..metrics import Evaluation, Layout, evaluate
+from ..metrics import Layout, evaluate
 from ..model.loading import EMBEDDED_SIZE, load_embedded
 from ..model.roles import Backbone
 from ..model.vae import StreamingDecoder
@@ -80,6 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="captions rendered at once (8)")
     parser.add_argument("--seed", type=int, default=0, help="the first caption's seed; the next ones count up (0)")
     parser.add_argument("--device", default="auto", help="auto (the first CUDA device, or the CPU), cpu, cuda:0 (auto)")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count(), metavar="N", help="processes that measure videos (one per core)"
+    )
     parser.add_argument("--assets", type=Path, metavar="FOLDER", help="another copy of the embedded model's files")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     parser.add_argument("--frames", type=Path, metavar="FOLDER", help="write a sheet of frames per length")
@@ -104,7 +109,7 @@ def bench(args: argparse.Namespace) -> list[Row]:
     """Return the rows of every variant and length."""
     lengths = _lengths(args.latents)
     variants = _chosen(args.variants)
-    for name, least in (("captions", 2), ("batch", 1), ("seed", 0)):
+    for name, least in (("captions", 2), ("batch", 1), ("workers", 1), ("seed", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"{name}={getattr(args, name)} is below {least}; use {name}={least} or more")
     devices = DevicePlan(devices=(args.device,))
@@ -112,16 +117,19 @@ def bench(args: argparse.Namespace) -> list[Row]:
     backbone = load_embedded(args.assets, device=device)
     captions = held_out_captions(args.captions)
     rows: list[Row] = []
-    for latents in lengths:
-        bench = Bench(backbone=backbone, device=device, latents=latents, seed=args.seed, batch=args.batch)
-        found = bench.measure(captions, variants)
-        rows += [row for name in variants for row in _rows(name, found.values[name], bench=bench)]
-        if args.json is not None:  # after each length, so that a stopped run keeps the ones before
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        if args.frames is not None:
-            args.frames.mkdir(parents=True, exist_ok=True)
-            save_sheet(found.frames, args.frames / f"frames_{latents}.jpg")
+    with _workers(args.workers) as pool:
+        for latents in lengths:
+            bench = Bench(
+                backbone=backbone, device=device, latents=latents, seed=args.seed, batch=args.batch, pool=pool
+            )
+            found = bench.measure(captions, variants)
+            rows += [row for name in variants for row in _rows(name, found.values[name], bench=bench)]
+            if args.json is not None:  # after each length, so that a stopped run keeps the ones before
+                args.json.parent.mkdir(parents=True, exist_ok=True)
+                args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+            if args.frames is not None:
+                args.frames.mkdir(parents=True, exist_ok=True)
+                save_sheet(found.frames, args.frames / f"frames_{latents}.jpg")
     return rows
 
 
@@ -157,6 +165,8 @@ class Bench:
     latents: int
     seed: int
     batch: int
+    pool: Executor
+    """Measures videos while the next ones are rendered."""
 
     def measure(self, captions: Sequence[str], variants: Sequence[str]) -> Found:
         """Measure every caption under every variant; caption i has the seed ``seed + i`` in each of them."""
@@ -164,13 +174,15 @@ class Bench:
         frames: dict[str, np.ndarray] = {}
         for start in range(0, len(captions), self.batch):
             batch = captions[start : start + self.batch]
+            pending: list[tuple[str, Future[dict[str, float]]]] = []
             for name, latents in self._render(batch, variants, first=start):
                 videos = self._decode(latents)
                 if start == 0:
                     frames[name] = videos[0, np.linspace(0, videos.shape[1] - 1, 8).astype(int)]
-                for found in _evaluate_all(videos, batch):
-                    for metric, value in _numbers(found).items():
-                        values[name][metric].append(value)
+                pending += [(name, self.pool.submit(numbers, *pair)) for pair in zip(videos, batch, strict=True)]
+            for name, future in pending:
+                for metric, value in future.result().items():
+                    values[name][metric].append(value)
         return Found(values=values, frames=frames)
 
     def _render(self, captions: Sequence[str], variants: Sequence[str], *, first: int) -> Iterator[tuple[str, Tensor]]:
@@ -219,16 +231,16 @@ def paste(latents: Tensor, anchors: Mapping[int, Tensor]) -> Tensor:
     return pasted
 
 
-def _evaluate_all(videos: np.ndarray, captions: Sequence[str]) -> list[Evaluation]:
-    def one(video: np.ndarray, caption: str) -> Evaluation:
-        return evaluate([video], scene=parse_caption(caption), layout=Layout())
+def _workers(count: int) -> Executor:
+    """Return processes, since measuring is Python and numpy; new ones, since a fork of a CUDA process is broken."""
+    if count == 1:
+        return ThreadPoolExecutor(max_workers=1)
+    return ProcessPoolExecutor(max_workers=count, mp_context=multiprocessing.get_context("spawn"))
 
-    with ThreadPoolExecutor(max_workers=max(1, torch.get_num_threads())) as pool:
-        return list(pool.map(one, videos, captions))
 
-
-def _numbers(found: Evaluation) -> dict[str, float]:
+def numbers(video_FHWC: np.ndarray, caption: str) -> dict[str, float]:
     """Return one value per metric; a video that is too short for seams has none of those."""
+    found = evaluate([video_FHWC], scene=parse_caption(caption), layout=Layout())
     assert found.scene is not None, "every held-out caption describes a scene"
     seams = {"seam_chunk": found.seam_chunk, "seam_anchor": found.seam_anchor}
     return {

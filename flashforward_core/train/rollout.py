@@ -30,13 +30,10 @@ class Pass:
     """Absolute latent index of each packed frame [P]."""
     num_clean: int
     """How many of them are clean anchors."""
+    noisy: tuple[int, ...]
+    """Absolute latent indices of what is denoised."""
     segments: tuple[Segment, ...]
     attend: GroupedAttention
-
-    @property
-    def noisy(self) -> list[int]:
-        """Absolute latent indices of what is denoised."""
-        return self.frames[self.num_clean :].tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +78,7 @@ def _pass(
     return Pass(
         frames=torch.tensor(packing.frames)[kept].to(device),
         num_clean=split,
+        noisy=tuple(packing.frames[index] for index in noisy),
         segments=(planner, Segment(role, split, end)) if role is Role.RENDERER else (Segment(role, 0, end),),
         attend=GroupedAttention(packing.visible[kept][:, kept], spec.shape.tokens_per_frame, device=device),
     )

@@ -35,7 +35,10 @@ def arguments(*words: str) -> argparse.Namespace:
 def test_it_renders_pastes_and_measures(tmp_path: Path) -> None:
     target = tmp_path / "rows.json"
     words = ["--captions", "2", "--latents", "12", "--variants", "flashforward,pasted_anchors", "--json", str(target)]
-    assert bench_quality.run(arguments(*words, "--device", "cpu", "--frames", str(tmp_path / "sheets"))) == 0
+    assert (
+        bench_quality.run(arguments(*words, "--device", "cpu", "--workers", "2", "--frames", str(tmp_path / "sheets")))
+        == 0
+    )
     rows = json.loads(target.read_text())
     assert {(row["config"]["variant"], row["metric"]) for row in rows} == {
         (variant, metric) for variant in ("flashforward", "pasted_anchors") for metric in METRICS
@@ -143,6 +146,7 @@ def test_a_sheet_has_a_row_per_variant(tmp_path: Path) -> None:
         (["--variants", "best"], "variants=best are unknown; use some of: flashforward"),
         (["--captions", "1"], "captions=1 is below 2"),
         (["--batch", "0"], "batch=0"),
+        (["--workers", "0"], "workers=0"),
     ],
 )
 def test_settings_out_of_range_are_named(words: list[str], said: str) -> None:
