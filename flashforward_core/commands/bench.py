@@ -6,6 +6,7 @@ import importlib
 SUITES = {
     "latency": ("forwards, rollouts, decoding and whole jobs, in seconds", ".bench_latency"),
     "quality": ("flicker, seams, drift, motion and faithfulness of each schedule's videos", ".bench_quality"),
+    "policies": ("KV policies against the full cache, and what they rest on", ".bench_policies"),
 }
 """Name -> (help, module of this package with ``add_arguments(parser)`` and ``run(args) -> int``)."""
 

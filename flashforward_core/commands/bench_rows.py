@@ -57,8 +57,8 @@ class RowBook:
     rows: list[Row] = field(default_factory=list)
     commit: str = field(default_factory=commit)
 
-    def add(self, metric: str, value: float, unit: str, **config: Any) -> Row:
-        """File one number; ``config`` adds to what all rows share."""
+    def add(self, metric: str, value: float, unit: str, *, ci95: float | None = None, **config: Any) -> Row:
+        """File one number; ``config`` adds to what all rows share, ``ci95`` is half of an interval's width."""
         row = {
             "metric": metric,
             "value": value,
@@ -68,6 +68,8 @@ class RowBook:
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "commit": self.commit,
         }
+        if ci95 is not None:
+            row["ci95"] = ci95
         self.rows.append(row)
         shown = " ".join(f"{name}={text}" for name, text in row["config"].items())
         print(f"{metric:<15} {value:>14.6g} {unit:<9} {shown}", flush=True)
