@@ -1,6 +1,8 @@
 """How one lane runs a forward: eagerly, with compiled blocks, or by replaying a recording. Same arithmetic each way."""
 
+import contextlib
 import importlib.util
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
@@ -12,13 +14,14 @@ import torch
 from torch import Tensor
 
 from ..graph.task import ForwardTask, Role
-from ..kv.bank import BankView, IndexedView
+from ..kv.bank import BankView
 from ..kv.pages import View
 from ..kv.policies import PolicyView
 from ..model.attention import AttentionBackend
 from ..model.compiled import compiled_parts
 from ..model.transformer import BlockParts, CausalWanTransformer, KVContext, TextContext
 from .graphs import CudaRecorder, Inputs, Recordings, Rerun
+from .transfer import stream_for
 
 CHOICES = ("auto", "on", "off")
 
@@ -70,12 +73,15 @@ class Forwarder:
         device: torch.device,
         compiles: bool = False,
         recordings: Recordings | None = None,
+        turn: contextlib.AbstractContextManager[Any] | None = None,
     ) -> None:
+        """``turn`` is held while a forward is launched: lanes that record take turns."""
         self._models = models
         self._attention = attention
         self._device = device
         self._compiles = compiles
         self._recordings = recordings
+        self._turn = turn or contextlib.nullcontext()
 
     def __call__(
         self,
@@ -92,43 +98,34 @@ class Forwarder:
 
         ``view`` is what ``LaneBanks.open`` gave; its own page is written.
         """
+        with self._turn:
+            return self._run(task, Inputs(x_BCFHW, timestep_BF, frames), text, prompt, view)
+
+    def _run(self, task: ForwardTask, inputs: Inputs, text: TextContext, prompt: int, view: Any) -> Tensor:
         compute = partial(self._compute, task, text=text)
         recordings = self._recordings
         indexed = view.indexed() if recordings is not None and isinstance(view, BankView) else None
         if recordings is None or indexed is None:
-            return compute(x_BCFHW, timestep_BF, frames, view)
+            return compute(inputs, view)
         kind = kind_of(task, view, prompt=prompt)
-        inputs = Inputs(x_BCFHW, timestep_BF, frames, view.own_tokens)
-        if recordings.pays(kind):
-            v = recordings.velocity(kind, inputs, indexed, partial(_from_inputs, compute))
-        else:
-            v = compute(x_BCFHW, timestep_BF, frames, view)
+        v = recordings.velocity(kind, inputs, indexed, compute) if recordings.pays(kind) else compute(inputs, view)
         recordings.count(kind)
         return v
 
-    def _compute(
-        self,
-        task: ForwardTask,
-        x_BCFHW: Tensor,
-        timestep_BF: Tensor,
-        frames: Tensor,
-        view: KVContext,
-        *,
-        text: TextContext,
-    ) -> Tensor:
+    def _compute(self, task: ForwardTask, inputs: Inputs, view: KVContext, *, text: TextContext) -> Tensor:
         assert task.role is not None
         attend = self._attention.attend
         self_attend = view.attend if isinstance(view, PolicyView) else attend
         v: Tensor = self._models[task.role](
-            x_BCFHW,
-            timestep_BF=timestep_BF,
+            inputs.x_BCFHW,
+            timestep_BF=inputs.timestep_BF,
             text=text,
-            frames=frames,
+            frames=inputs.frames,
             role=task.role,
             kv=view,
             self_attend=self_attend,
             cross_attend=attend,
-            parts=self._parts(task.role, x_BCFHW.shape[2]),
+            parts=self._parts(task.role, inputs.frames.shape[0]),
         )
         return v
 
@@ -141,11 +138,6 @@ class Forwarder:
             self._recordings.free()
 
 
-def _from_inputs(compute: Any, inputs: Inputs, view: IndexedView) -> Tensor:
-    v: Tensor = compute(inputs.x_BCFHW, inputs.timestep_BF, inputs.frames, view)
-    return v
-
-
 class Forwarders:
     """Makes the forwarders of a rollout's lanes."""
 
@@ -155,14 +147,16 @@ class Forwarders:
         self._uses = Counter(uses)
         self._cuda_lanes = sum(device.type == "cuda" for device in devices)
         self._lock = threading.Lock()
+        self._count = itertools.count()
 
     def make(
         self, models: Mapping[Role, CausalWanTransformer], attention: AttentionBackend, *, device: torch.device
     ) -> Forwarder:
         """Return a forwarder for a lane on ``device``. On a CPU recordings run their forward again."""
-        recordings = None
+        recordings = turn = None
         if self._options.records(device, cuda_lanes=self._cuda_lanes):
-            recorder = CudaRecorder(device, self._lock) if device.type == "cuda" else Rerun()
-            recordings = Recordings(recorder, self._uses)
+            name = f"recording {next(self._count)}"
+            recorder = CudaRecorder(stream_for(device, name)) if device.type == "cuda" else Rerun()
+            recordings, turn = Recordings(recorder, self._uses), self._lock
         compiles = self._options.compiles(device)
-        return Forwarder(models, attention, device=device, compiles=compiles, recordings=recordings)
+        return Forwarder(models, attention, device=device, compiles=compiles, recordings=recordings, turn=turn)

@@ -5,7 +5,6 @@ the latents, the timestep, the positions and the tokens of the forward's own pag
 fixed, so each needs a recording of its own.
 """
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ MIN_REPLAYS = 3
 """Recording takes about as long as launching two forwards, so fewer replays would not pay."""
 
 Body = Callable[[], None]
-Velocity = Callable[["Inputs", IndexedView], Tensor]
+Velocity = Callable[["Inputs", Any], Tensor]
 
 
 class Recorder(Protocol):
@@ -47,12 +46,13 @@ class Rerun:
 
 
 class CudaRecorder:
-    """Captures CUDA graphs on a stream that nothing else uses; they share one memory pool."""
+    """Captures CUDA graphs on a stream that nothing else uses; they share one memory pool.
 
-    def __init__(self, device: torch.device, lock: threading.Lock) -> None:
-        """``lock`` is common to all lanes: cudaMallocAsync allows one capture at a time."""
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._lock = lock
+    Only one at a time may capture in a process (cudaMallocAsync knows one capture), and nobody else may launch.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
         self._graphs: list[Any] = []
 
     def record(self, body: Body) -> Body:
@@ -69,18 +69,24 @@ class CudaRecorder:
     def _capture(self, body: Body) -> Any:
         pool = self._graphs[0].pool() if self._graphs else None
         graph = torch.cuda.CUDAGraph()
-        with self._lock:  # torch.cuda.graph would wait for all devices and empty the allocator's cache
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                body()
-            finally:
-                graph.capture_end()
+        # torch.cuda.graph would wait for all devices and empty the allocator's cache.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            body()
+        finally:
+            graph.capture_end()
         return graph
 
     def free(self) -> None:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+
+
+def _writable(tensor: Tensor) -> Tensor:
+    """Return a copy that may be written in inference mode and outside of it."""
+    with torch.inference_mode(False):
+        return tensor.clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +97,12 @@ class Inputs:
     timestep_BF: Tensor
     frames: Tensor
     """Absolute latent indices [F]."""
-    own: Tensor
-    """Token indices of the forward's own page in its bank."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.x_BCFHW, self.timestep_BF, self.frames, self.own
+        return self.x_BCFHW, self.timestep_BF, self.frames
 
     def clone(self) -> "Inputs":
-        with torch.inference_mode(False):
-            return Inputs(*(tensor.clone() for tensor in self.tensors()))
+        return Inputs(*(_writable(tensor) for tensor in self.tensors()))
 
     def fill(self, source: "Inputs") -> None:
         for target, tensor in zip(self.tensors(), source.tensors(), strict=True):
@@ -109,6 +112,7 @@ class Inputs:
 @dataclass(slots=True)
 class _Recording:
     inputs: Inputs
+    own: Tensor
     output: Tensor
     replay: Body
 
@@ -136,17 +140,18 @@ class Recordings:
         if kind in self._made:
             made = self._made[kind]
             made.inputs.fill(inputs)
+            made.own.copy_(view.own, non_blocking=True)
             made.replay()
             return made.output
-        fixed = inputs.clone()
+        fixed, own = inputs.clone(), _writable(view.own)
         with torch.inference_mode(False):
             output = torch.empty_like(inputs.x_BCFHW, dtype=view.dtype)
-        fixed_view = view.at(fixed.own)
+        fixed_view = view.at(own)
 
         def body() -> None:
             output.copy_(compute(fixed, fixed_view))
 
-        self._made[kind] = _Recording(inputs=fixed, output=output, replay=self._recorder.record(body))
+        self._made[kind] = _Recording(inputs=fixed, own=own, output=output, replay=self._recorder.record(body))
         return output
 
     def free(self) -> None:

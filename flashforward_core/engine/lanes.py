@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from .forward import FastOptions
-from .transfer import CudaOps, DeviceOps, HostOps, Mark
+from .transfer import CudaOps, DeviceOps, HostOps, Mark, stream_for
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class CallerLane:
     def __init__(self, name: str = "caller", device: str | torch.device = "cpu") -> None:
         self.name = name
         self.device = torch.device(device)
-        self.ops = _ops(self.device, _current_stream(self.device))
+        self.ops = _ops(self.device, _current_stream(self.device), name=name)
 
     def submit(self, work: Work) -> None:
         with torch.inference_mode():
@@ -141,8 +141,8 @@ class ThreadLane:
         self._lookahead = int(self.device.type == "cuda") if lookahead is None else lookahead
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._deferred: collections.deque[tuple[Mark, Work]] = collections.deque()
-        self._stream = _new_stream(self.device)
-        self.ops = _ops(self.device, self._stream)
+        self._stream = _own_stream(self.device, name)
+        self.ops = _ops(self.device, self._stream, name=name)
         self._thread = threading.Thread(target=self._run, name=f"flashforward-{name}", daemon=True)
         self._thread.start()
 
@@ -180,11 +180,11 @@ class ThreadLane:
             self.settle()
 
 
-def _new_stream(device: torch.device) -> Any:
-    """Return a stream of ``device``, or None for a CPU."""
+def _own_stream(device: torch.device, name: str) -> Any:
+    """Return the stream of ``device`` for the lane of that name, or None for a CPU."""
     if device.type != "cuda":
         return None
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = stream_for(device, name)
     stream.wait_stream(torch.cuda.current_stream(device))  # prompts may still be on their way
     return stream
 
@@ -193,8 +193,8 @@ def _current_stream(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def _ops(device: torch.device, stream: Any) -> DeviceOps:
-    return HostOps() if stream is None else CudaOps(device, stream)
+def _ops(device: torch.device, stream: Any, *, name: str) -> DeviceOps:
+    return HostOps() if stream is None else CudaOps(device, stream, name=name)
 
 
 def _current(device: torch.device, stream: Any) -> contextlib.AbstractContextManager[object]:

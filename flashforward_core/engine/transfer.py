@@ -105,10 +105,11 @@ class CudaMark:
 class CudaOps:
     """Work on one CUDA device's stream, which is the current one of the calling thread."""
 
-    def __init__(self, device: torch.device, stream: Any) -> None:
+    def __init__(self, device: torch.device, stream: Any, *, name: str) -> None:
+        """``name`` is the lane's."""
         self._device = device
         self._stream = stream
-        self._remote: dict[torch.device, Any] = {}
+        self._name = name
         self._zero = self._event()
         self._zero.synchronize()
         self._zero_s = time.perf_counter()
@@ -150,15 +151,19 @@ class CudaOps:
 
     def _copy_from_peer(self, target: Tensor, source: Tensor) -> None:
         """Copy on a stream of the source's device that only this lane uses: others' copies never wait for it."""
-        if source.device not in self._remote:
-            self._remote[source.device] = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
-        remote = self._remote[source.device]
+        remote = stream_for(source.device, f"to {self._name}")
         remote.wait_stream(self._stream)  # it has waited for whoever wrote the source
         with torch.cuda.stream(remote), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
         self._stream.wait_stream(remote)
         source.record_stream(remote)
         source.record_stream(self._stream)
+
+
+@cache
+def stream_for(device: torch.device, purpose: str) -> Any:
+    """Return the CUDA stream of one purpose, the same in every rollout: libraries keep a workspace for each stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @cache

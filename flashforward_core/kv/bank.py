@@ -125,7 +125,7 @@ class IndexedView:
         """``buffer`` is as in BankView, ``keys`` all tokens that are attended to, ``own`` the own tokens' indices."""
         self._buffer = buffer
         self._keys = keys
-        self._own = own
+        self.own = own
 
     @property
     def dtype(self) -> torch.dtype:
@@ -138,8 +138,8 @@ class IndexedView:
     def extend(self, block: int, k_BLHD: Tensor, v_BLHD: Tensor) -> tuple[Tensor, Tensor]:
         """Like ``BankView.extend``."""
         keys, values = self._buffer[0, block], self._buffer[1, block]
-        keys.index_copy_(1, self._own, k_BLHD)
-        values.index_copy_(1, self._own, v_BLHD)
+        keys.index_copy_(1, self.own, k_BLHD)
+        values.index_copy_(1, self.own, v_BLHD)
         return keys[:, self._keys], values[:, self._keys]
 
 

@@ -103,14 +103,14 @@ class FakeView:
     """Stands for memory that a recording holds."""
 
     dtype = torch.float32
+    own = torch.arange(2)
 
     def at(self, own: Tensor) -> "FakeView":
         return self
 
 
 def inputs(value: float) -> Inputs:
-    whole = torch.arange(2)
-    return Inputs(torch.full((1, 2, 1, 2, 2), value), torch.zeros(1, 1), whole[:1], whole)
+    return Inputs(torch.full((1, 2, 1, 2, 2), value), torch.zeros(1, 1), torch.arange(1))
 
 
 def test_a_recording_goes_after_its_last_use_and_none_is_made_for_few() -> None:
