@@ -3,12 +3,14 @@
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 from comfy_api.latest import io
 from server import PromptServer
 
+from flashforward_core.kv_policy import KVPolicy
 from flashforward_core.model.config import EMBEDDED, WAN_1_3B, WAN_14B, WanConfig
 from flashforward_core.model.presets import choose_preset, fit_spec
 from flashforward_core.specs import RolloutSpec
@@ -16,6 +18,7 @@ from flashforward_core.specs import RolloutSpec
 from .devices import default_devices, device_plan
 from .loading import EMBEDDED as EMBEDDED_CHOICE
 from .planning import PLAN_VALUES, Plan, build_spec
+from .policies import KVPolicyNode, policy_options
 from .summary import predict_plan, to_page
 
 PATH = "/flashforward/plan"
@@ -51,9 +54,9 @@ async def plan_route(request: web.Request) -> web.Response:
 def answer(body: Any) -> dict[str, Any]:
     """Simulate what the page asks for.
 
-    ``body`` holds the Plan node's values by name, and where they are known: ``backbone`` (an object with Load
-    Backbone's values), the Devices node's ``devices``, ``layout`` and ``order``, and ``given_anchors`` (whether Plan
-    Anchors runs first). Raises ``ValueError`` for what cannot work.
+    ``body`` holds the Plan node's values by name, and where they are known: ``backbone`` and ``kv_policy`` (objects
+    with Load Backbone's and KV Policy's values), the Devices node's ``devices``, ``layout`` and ``order``, and
+    ``given_anchors`` (whether Plan Anchors runs first). Raises ``ValueError`` for what cannot work.
     """
     if not isinstance(body, dict):
         raise ValueError("the request's body is no JSON object; send the Plan node's values by name")
@@ -62,6 +65,8 @@ def answer(body: Any) -> dict[str, Any]:
         raise ValueError(f"backbone={backbone!r} is no JSON object; send Load Backbone's values by name")
     file_name = _text(backbone, "backbone", EMBEDDED_CHOICE)
     spec, note = _fitted(build_spec(**_plan_values(body)), backbone, mode=_text(body, "preset", "auto"))
+    if "kv_policy" in body:
+        spec = replace(spec, kv_policy=_policy(body["kv_policy"]))
     chosen = {name: _text(body, name, "") for name in DEVICES_VALUES if name in body}
     found = predict_plan(
         spec,
@@ -84,13 +89,20 @@ def _fitted(spec: RolloutSpec, backbone: Mapping[str, Any], *, mode: str) -> tup
 def _plan_values(body: Mapping[str, Any]) -> dict[str, Any]:
     """Take the Plan node's values, checked as ComfyUI checks them before a run."""
     entries = {entry.id: entry for entry in Plan.define_schema().inputs}
-    return {name: _checked(entries[name], body.get(name)) for name in PLAN_VALUES}
+    return {name: _checked(entries[name], body.get(name), node="Plan") for name in PLAN_VALUES}
 
 
-def _checked(entry: Any, value: Any) -> Any:
+def _policy(values: Any) -> KVPolicy:
+    if not isinstance(values, dict):
+        raise ValueError(f"kv_policy={values!r} is no JSON object; send KV Policy's values by name")
+    entries = KVPolicyNode.define_schema().inputs
+    return policy_options(**{entry.id: _checked(entry, values.get(entry.id), node="KV Policy") for entry in entries})
+
+
+def _checked(entry: Any, value: Any, *, node: str) -> Any:
     kind, name = _KINDS[type(entry)]
     if isinstance(value, bool) or not isinstance(value, kind):
-        raise ValueError(f"{entry.id}={value!r} is not a {name}; send the value of Plan's widget")
+        raise ValueError(f"{entry.id}={value!r} is not a {name}; send the value of {node}'s widget")
     if isinstance(value, int | float) and not entry.min <= value <= entry.max:  # NaN fails too
         raise ValueError(
             f"{entry.id}={value:g} is outside {entry.min:g} to {entry.max:g}; use {entry.id}={entry.default:g}"

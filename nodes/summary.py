@@ -1,12 +1,10 @@
 """What a plan will do: predicted by the core's simulation, for the page and in words."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from flashforward_core.cli import cache_folder
+from flashforward_core.commands.bench_rows import machine
 from flashforward_core.commands.simulate import RESOLUTIONS
 from flashforward_core.engine.cost import CostKey, CostModel, load_cost, rounds, slot_frames
 from flashforward_core.engine.events import Timeline
@@ -73,18 +71,19 @@ def first_chunks(spec: RolloutSpec, count: int) -> RolloutSpec:
     return replace(spec, shape=replace(spec.shape, latent_frames=frames), prompts=prompts)
 
 
-def fitted_cost(
-    spec: RolloutSpec, *, model: str, devices: tuple[str, ...], folder: Path | None = None
-) -> CostModel | None:
-    """Return the measured costs of this work on these devices, when they are alike and have been measured."""
-    names = {torch.cuda.get_device_name(name) if name.startswith("cuda") else name for name in devices}
-    if len(names) != 1:
+def fitted_cost(spec: RolloutSpec, *, model: str, devices: tuple[str, ...]) -> CostModel | None:
+    """Return the costs that ``bench latency --fit`` has measured for this work on these devices, or None.
+
+    Devices have to be alike. Several lanes on one CPU share its cores, so a forward's time there says nothing of them.
+    """
+    names = {machine(device) for device in devices}
+    if len(names) != 1 or (len(devices) > 1 and devices[0] == "cpu"):
         return None
     size = (spec.shape.width, spec.shape.height)
     resolution = next((name for name, known in RESOLUTIONS.items() if known == size), f"{size[0]}x{size[1]}")
     precision = "bf16" if devices[0].startswith("cuda") else "fp32"  # what Load Backbone's auto takes
     key = CostKey(device=names.pop(), model=model, resolution=resolution, precision=precision)
-    return load_cost((folder or cache_folder()) / "costs.json", key=key)
+    return load_cost(cache_folder() / "costs.json", key=key)
 
 
 def predict_plan(

@@ -51,7 +51,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(host: Host, assets: Path, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     data = tmp_path_factory.mktemp("comfyui")
     extra = ["--extra-model-paths-config", str(models / "paths.yaml")]
-    with Server(host=host, cpu=True, data=data, extra=extra, env={"FLASHFORWARD_ASSETS": str(assets)}) as running:
+    env = {"FLASHFORWARD_ASSETS": str(assets), "XDG_CACHE_HOME": str(data / "cache")}  # no fits of this machine's
+    with Server(host=host, cpu=True, data=data, extra=extra, env=env) as running:
         yield running
 
 

@@ -32,6 +32,7 @@ def reported(server: Server, quickstart: Json, object_info: Json) -> Result:
     plan, render, decode = (node_id(api, f"FlashForward{name}") for name in ("Plan", "Render", "DecodeVideo"))
     api["900"] = LANES
     change(api, "FlashForwardPlan", seconds=NINE_LATENTS_S, devices=["900", 0])
+    change(api, "FlashForwardRender", seed=777)  # no other test's, whose result would be reused
     api["901"] = node("FlashForwardReport", timeline=[render, 1], video=[decode, 0], plan=[plan, 0])
     api["902"] = node("PreviewAny", source=["901", 1])
     api["903"] = node("GetVideoComponents", video=[decode, 0])

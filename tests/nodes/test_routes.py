@@ -13,6 +13,8 @@ import pytest
 from comfy_client import Client, RunError
 from comfy_host import Server
 
+from flashforward_core.commands.bench_rows import machine
+from flashforward_core.engine.cost import CostKey, CostModel, save_cost
 from flashforward_core.engine.placement import lanes_for, place
 from flashforward_core.engine.simulate import simulate
 from flashforward_core.graph.passes import from_json
@@ -111,6 +113,35 @@ def test_a_stock_checkpoints_preset_is_followed_as_plan_follows_it(server: Serve
     assert plan(server)["note"] == ""
 
 
+def test_seconds_are_predicted_once_this_machine_has_been_measured(server: Server) -> None:
+    assert server.data is not None
+    path = server.data / "cache" / "flashforward" / "costs.json"
+    key = CostKey(device=machine("cpu"), model="embedded", resolution="128x192", precision="fp32")
+    assert plan(server)["totals"]["predicted_s"] is None
+    save_cost(path, key=key, cost=CostModel(forward_s=0.5))
+    try:
+        assert plan(server)["totals"]["predicted_s"] == pytest.approx(123 * 0.5)  # one lane, forward after forward
+        assert "predicted time: 61.5 s" in plan(server)["summary"]
+        assert plan(server, devices="cpu*4")["totals"]["predicted_s"] is None  # they would share the cores
+        estimate = plan(server, seconds=600.0)["totals"]
+        assert estimate["predicted_s"] == pytest.approx(estimate["forwards"]["total"] * 0.5, rel=1e-3)  # whole counts
+    finally:
+        path.unlink()
+
+
+POLICY = {"policy": "window", "budget_frames": 9, "sink_frames": 3, "future_weight": 0.5, "threshold": 0.9}
+
+
+def test_a_kv_policy_bounds_the_memory_that_is_drawn(server: Server) -> None:
+    kept = [
+        plan(server, kv_policy={**POLICY, "budget_frames": frames})["timeline"]["peak_kv_bytes"][0]
+        for frames in (6, 30)
+    ]
+    assert kept[0] < kept[1]
+    (policy,) = {task["kind"] for task in plan(server, kv_policy=POLICY)["graph"]["tasks"]} - {"denoise", "commit"}
+    assert policy == "compact"
+
+
 def test_a_schedule_without_anchors_has_none(server: Server) -> None:
     answer = plan(server, schedule="self_forcing", given_anchors=True)
     assert answer["video"]["anchors"] == []
@@ -135,6 +166,9 @@ def test_a_schedule_without_anchors_has_none(server: Server) -> None:
         ({"backbone": "embedded"}, ("backbone='embedded'", "JSON object")),
         ({"backbone": {"preset": "best"}}, ("preset='best'", "hiar")),
         ({"preset": "best"}, ("preset='best'", "manual")),
+        ({"kv_policy": POLICY["policy"]}, ("kv_policy='window'", "JSON object")),
+        ({"kv_policy": {**POLICY, "budget_frames": 0}}, ("budget_frames=0", "1 to 3000")),
+        ({"kv_policy": {}}, ("policy=None", "KV Policy")),
         ({"layout": "round"}, ("layout='round'", "interleaved")),
         ({"devices": "cpu", "layout": "streaming"}, ("devices=1", "streaming")),
     ],

@@ -13,6 +13,7 @@ import {
   noRuns,
   numLanes,
   parseSlot,
+  readsOf,
   sameItem,
   wantedHeight,
 } from "../../web/js/timeline_model.js";
@@ -82,6 +83,12 @@ test("a task lights up what wrote its reads", () => {
     "render:renderer/denoise/c1/s0",
     "render:renderer/denoise/c1/s1",
   ]);
+});
+
+test("with a KV policy a chunk reads what is kept of all chunks before it", () => {
+  const reads = ["latent/2/0", "anchor_kv/0/4/anchor", "policy_state/1/0/stage0", "policy_state/2/0/stage0.own"];
+  const { chunks, anchors } = readsOf({ reads });
+  assert.deepEqual([sorted(chunks), sorted(anchors)], [[0, 1], [0]]);
 });
 
 test("nothing is lit without a pointer", () => {

@@ -9,6 +9,7 @@ import { chromeTrace, exportJson } from "./timeline_words.js";
 const PLAN = "FlashForwardPlan";
 const DEVICES = "FlashForwardDevices";
 const LOADER = "FlashForwardLoadBackbone";
+const POLICY = "FlashForwardKVPolicy";
 const LORA = "FlashForwardApplyLoRA";
 const WIDGET = "flashforward_timeline";
 const DEBOUNCE_MS = 120;
@@ -45,6 +46,8 @@ function requestOf(node) {
   const body = { ...valuesOf(node), given_anchors: anchorsAreGiven(node) };
   const devices = sourceOf(node, "devices");
   if (typeOf(devices) === DEVICES) Object.assign(body, valuesOf(devices));
+  const policy = sourceOf(node, "kv_policy");
+  if (typeOf(policy) === POLICY) body.kv_policy = valuesOf(policy);
   const backbone = backboneOf(node);
   if (backbone) body.backbone = valuesOf(backbone);
   return body;

@@ -70,15 +70,17 @@ export function indexPlan(plan) {
   return { plan, parts, video: plan.video, totals: plan.totals };
 }
 
-const isKv = (slot) => slot.space === "kv" || slot.space === "anchor_kv";
-
-/** What a task's attention reads besides its own keys: chunks and anchors, by index. */
+/**
+ * What a task's attention reads besides its own keys: chunks and anchors, by index. What a KV policy keeps up to a chunk
+ * may come from any chunk before it.
+ */
 export function readsOf(task) {
   const chunks = new Set();
   const anchors = new Set();
-  for (const slot of task.reads.map(parseSlot).filter(isKv)) {
-    if (slot.space === "anchor_kv") anchors.add(slot.index);
-    else chunks.add(slot.index);
+  for (const { space, index, bank } of task.reads.map(parseSlot)) {
+    if (space === "anchor_kv") anchors.add(index);
+    else if (space === "kv") chunks.add(index);
+    else if (space === "policy_state" && !bank.endsWith(".own")) for (let n = 0; n <= index; n += 1) chunks.add(n);
   }
   return { chunks, anchors };
 }
@@ -126,9 +128,9 @@ function taskHighlights(index, item) {
 /** Whether a task's rectangle is lit by `lit`. */
 export const isLit = (lit, item) => lit.tasks.has(key(item.part, item.task));
 
-/** The colour group of a task: planner, commit, or its stage. */
+/** The colour group of a task: planner, its stage, or commit for what only changes KV. */
 export function toneOf(task) {
-  if (task.kind === "commit") return "commit";
+  if (task.kind === "commit" || task.kind === "compact") return "commit";
   return task.role === "planner" ? "planner" : `stage${task.stage}`;
 }
 
