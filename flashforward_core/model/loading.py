@@ -82,7 +82,9 @@ def load_backbone(
     role LoRAs: faster, for twice the memory. ``mapped`` leaves weights in the file until a device needs them. Raises
     ``FileNotFoundError`` or ``ValueError`` that names the file.
     """
-    choice = choose_preset(preset, file_name=path.name, has_roles=bool(role_loras))  # an unknown one costs no loading
+    choice = choose_preset(
+        preset, file_name=f"{path.parent.name}/{path.name}", has_roles=bool(role_loras)
+    )  # an unknown one costs no loading
     model, report = load_checkpoint(path, dtype=dtype, device=device, fp8=fp8, mapped=mapped)
     mark = quick_fingerprint(checkpoint_files(path))
     backbone = backbone_of(model, report=report, choice=choice, fingerprint=mark, dtype=dtype, attention=attention)

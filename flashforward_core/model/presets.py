@@ -80,17 +80,18 @@ class Choice:
 def choose_preset(asked: str, *, file_name: str = "", has_roles: bool = False) -> Choice:
     """Choose by hand (``asked``), or with ``auto`` by what is loaded: role LoRAs first, then the file's name.
 
-    A checkpoint without role LoRAs never gets ``flashforward``: its quality comes from the roles.
+    ``file_name`` may have folders in front. A checkpoint without role LoRAs never gets ``flashforward``: its quality comes from the roles.
     """
     if asked != "auto":
         _ = PRESETS[asked]  # an unknown name is refused
         return Choice(name=asked, reason="chosen by hand")
     if has_roles:
         return Choice(name=FLASHFORWARD, reason="planner or renderer LoRA loaded")
-    plain = re.sub(r"[^a-z0-9]", "", file_name.lower())
-    for name in PRESETS:
-        if name != FLASHFORWARD and re.search(PRESETS[name].names, plain):
-            return Choice(name=name, reason=f"the file's name says {name}")
+    for part in reversed(re.split(r"[/\\]", file_name.lower())):  # the file's own name, then its folders'
+        plain = re.sub(r"[^a-z0-9]", "", part)
+        for name in PRESETS:
+            if name != FLASHFORWARD and re.search(PRESETS[name].names, plain):
+                return Choice(name=name, reason=f"the file's name says {name}")
     return Choice(name=STOCK, reason="no role LoRAs, and a name that no preset knows; a causal model is assumed")
 
 

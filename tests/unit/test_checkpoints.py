@@ -351,6 +351,9 @@ PUBLISHED = {
     "Reward-Forcing-T2V.pt": ("reward_forcing", "self_forcing", 9, 3),
     "krea-realtime-video-14b.safetensors": ("krea", "self_forcing", 6, 0),
     "rolling_forcing_dmd.pt": ("rolling_forcing", "self_forcing", 21, 3),
+    "Reward-Forcing/rewardforcing.pt": ("reward_forcing", "self_forcing", 9, 3),
+    "LongLive-1.3B\\models\\model.pt": ("longlive", "self_forcing", 12, 3),
+    "krea/hiar.pt": ("hiar", "hiar", 21, 0),  # the file's own name goes first
     "wan2.1_t2v_1.3B_bf16.safetensors": ("self_forcing", "self_forcing", 21, 0),
     "flashforward_base.safetensors": ("self_forcing", "self_forcing", 21, 0),  # no roles were loaded
 }
