@@ -80,7 +80,8 @@ class Choice:
 def choose_preset(asked: str, *, file_name: str = "", has_roles: bool = False) -> Choice:
     """Choose by hand (``asked``), or with ``auto`` by what is loaded: role LoRAs first, then the file's name.
 
-    ``file_name`` may have folders in front. A checkpoint without role LoRAs never gets ``flashforward``: its quality comes from the roles.
+    ``file_name`` may have folders in front. A checkpoint without role LoRAs never gets ``flashforward``: its quality
+    comes from the roles.
     """
     if asked != "auto":
         _ = PRESETS[asked]  # an unknown name is refused
