@@ -136,8 +136,9 @@ def compact(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Valu
     config = state.models[Role.RENDERER].config
     kept = compacted(task, _kept(task, state, values), own, spec=inputs.spec, config=config, frames=frames)
     (slot,) = task.writes
+    together = sum(state.policy_bytes.values()) + state_bytes(kept)  # the bank's last state is still there
+    state.peak_policy_bytes = max(state.peak_policy_bytes, together)
     state.policy_bytes[slot.bank] = state_bytes(kept)
-    state.peak_policy_bytes = max(state.peak_policy_bytes, sum(state.policy_bytes.values()))
     return {slot: kept}
 
 

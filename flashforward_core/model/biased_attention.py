@@ -7,6 +7,7 @@ Letters: B batch, L queries, N keys, H heads, D head dim.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -63,7 +64,9 @@ def attend_biased_flex(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, bias_BHN:
 
 
 def _flex_obstacle(device: torch.device) -> str | None:
-    return None if device.type == "cuda" else f"it needs a CUDA device, not {device}"
+    if device.type != "cuda":
+        return f"it needs a CUDA device, not {device}"
+    return None if find_spec("triton") else "it needs Triton, which is not installed"
 
 
 BIASED_ATTENTION.add("torch")(BiasedAttention(name="torch", attend=attend_biased, obstacle=lambda device: None))
@@ -71,12 +74,15 @@ BIASED_ATTENTION.add("flex")(BiasedAttention(name="flex", attend=attend_biased_f
 
 
 def resolve_biased_attention(name: str, device: torch.device | str) -> BiasedAttention:
-    """Return the entry that ``name`` means on ``device``: ``auto`` is ``flex`` on CUDA and ``torch`` elsewhere.
+    """Return the entry that ``name`` means on ``device``: ``auto`` is ``flex`` where it runs and ``torch`` elsewhere.
 
     A kernel asked for by name that cannot run there raises ``ValueError`` with the reason.
     """
     device = torch.device(device)
-    chosen = BIASED_ATTENTION[("flex" if device.type == "cuda" else "torch") if name == "auto" else name]
+    flex = BIASED_ATTENTION["flex"]
+    if name == "auto":
+        return flex if flex.obstacle(device) is None else BIASED_ATTENTION["torch"]
+    chosen = BIASED_ATTENTION[name]
     reason = chosen.obstacle(device)
     if reason:
         raise ValueError(f"biased attention={name!r} cannot run on {device}: {reason}; use 'auto'")
