@@ -25,11 +25,10 @@ from torch import Tensor
 from ..engine.events import AnchorBlockReady, Event
 from ..engine.lanes import DevicePlan
 from ..engine.rollout import render
-from ..metrics import Layout, evaluate
+from ..metrics.numbers import METRICS, numbers
 from ..model.loading import EMBEDDED_SIZE, load_embedded
 from ..model.roles import Backbone
 from ..model.vae import StreamingDecoder
-from ..scenes import parse_caption
 from ..specs import RolloutSpec, VideoShape
 from ..train.synthetic import sample_scene
 from .bench_rows import Row, commit, machine
@@ -59,19 +58,6 @@ VARIANTS: Mapping[str, Variant] = {
     "hiar": Variant(schedule="hiar"),
     "pasted_anchors": Variant(schedule="flashforward", paste=True),
 }
-
-METRICS: Mapping[str, str] = {
-    "flicker": "1",
-    "motion": "1",
-    "seam_chunk": "1",
-    "seam_anchor": "1",
-    "drift": "levels",
-    "drift_sharpness": "octaves",
-    "palette_error": "levels",
-    "palette_drift": "levels",
-    "faithfulness": "1",
-}
-"""Names and units of what is measured of each video."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -236,23 +222,6 @@ def _workers(count: int) -> Executor:
     if count == 1:
         return ThreadPoolExecutor(max_workers=1)
     return ProcessPoolExecutor(max_workers=count, mp_context=multiprocessing.get_context("spawn"))
-
-
-def numbers(video_FHWC: np.ndarray, caption: str) -> dict[str, float]:
-    """Return one value per metric; a video that is too short for seams has none of those."""
-    found = evaluate([video_FHWC], scene=parse_caption(caption), layout=Layout())
-    assert found.scene is not None, "every held-out caption describes a scene"
-    seams = {"seam_chunk": found.seam_chunk, "seam_anchor": found.seam_anchor}
-    return {
-        "flicker": found.video.flicker,
-        "motion": found.video.motion,
-        **{name: seam.excess for name, seam in seams.items() if seam is not None},
-        "drift": found.drift.colour,
-        "drift_sharpness": found.drift.sharpness,
-        "palette_error": found.scene.palette_error,
-        "palette_drift": found.scene.palette_drift,
-        "faithfulness": found.scene.faithfulness,
-    }
 
 
 def mean_and_ci95(values: Sequence[float]) -> tuple[float, float]:
