@@ -2,18 +2,17 @@
 
 from typing import Any
 
-import comfy.utils
 import torch
 from comfy_api.latest import io
 from torch import Tensor
 
 from flashforward_core.engine.rollout import Anchors, reseed
 from flashforward_core.model.roles import Backbone
-from flashforward_core.model.vae import encode_frames
 from flashforward_core.specs import TEMPORAL_FACTOR
 
 from .bridge import from_latent
 from .events import check_cancel, show_text
+from .pictures import encode_pictures
 from .planning import MAX_SECONDS
 from .sockets import CATEGORY, MAX_SEED, AnchorsSocket
 
@@ -29,15 +28,9 @@ def still_latent(image: Tensor, anchors: Anchors, *, position: int, vae: Any) ->
     """
     if image.shape[0] != 1:
         raise ValueError(f"image holds {image.shape[0]} pictures; connect one")
-    shape, backbone = anchors.spec.shape, _backbone(anchors)
-    pixels = image[..., :3].movedim(-1, 1)
-    pixels = comfy.utils.common_upscale(pixels, shape.width, shape.height, "bilinear", "center").movedim(1, -1)
-    frames = pixels.expand(1 + (TEMPORAL_FACTOR * STILL_LATENTS if position else 0), -1, -1, -1)
-    if vae is not None:
-        return from_latent({"samples": vae.encode(frames)}, backbone)[:, :, -1]
-    if backbone.vae is None:
-        raise ValueError("vae is unconnected and the backbone has none of its own; connect Load VAE with Wan's VAE")
-    return encode_frames(backbone.vae, frames[None])[:, :, -1].cpu()
+    frames = image.expand(1 + (TEMPORAL_FACTOR * STILL_LATENTS if position else 0), -1, -1, -1)
+    backbone = _backbone(anchors)
+    return encode_pictures(frames, name="image", shape=anchors.spec.shape, backbone=backbone, vae=vae)[:, :, -1]
 
 
 def latent_at(samples: dict[str, Tensor], anchors: Anchors, *, index: int) -> Tensor:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from comfy_api.latest import io
+from torch import Tensor
 
 from flashforward_core.engine.rollout import Anchors, plan_anchors
 from flashforward_core.graph.anchors import RULES
@@ -16,6 +17,7 @@ from .bridge import to_latent
 from .devices import default_devices
 from .events import RolloutMonitor, check_cancel, show_text
 from .loading import check_size, preview_of
+from .pictures import encode_pictures
 from .prompts import with_prompts
 from .residency import make_resident
 from .sockets import (
@@ -213,6 +215,14 @@ class PlanAnchors(io.ComfyNode):
                     tooltip="Anchors of this plan from Set Anchor: the locked ones stay, the others are planned again "
                     "around them.",
                 ),
+                io.Image.Input(
+                    "start_image",
+                    optional=True,
+                    tooltip="A picture with which the video begins, or 4n+1 pictures of one to go on from.",
+                ),
+                io.Vae.Input(
+                    "vae", optional=True, tooltip="Encodes start_image; the embedded backbone brings its own."
+                ),
             ],
             outputs=[
                 AnchorsSocket.Output("anchors", display_name="anchors", tooltip="For Wavefront Render."),
@@ -232,8 +242,13 @@ class PlanAnchors(io.ComfyNode):
         positive: list[list[Any]],
         seed: int,
         keep: Anchors | None = None,
+        start_image: Tensor | None = None,
+        vae: Any = None,
     ) -> io.NodeOutput:
         spec, texts = with_prompts(replace(plan.spec, seed=seed), positive, backbone)
+        start = None
+        if start_image is not None:
+            start = encode_pictures(start_image, name="start_image", shape=spec.shape, backbone=backbone, vae=vae)
         monitor = RolloutMonitor(
             node_id=cls.hidden.unique_id, preview=preview_of(backbone), scale=8, plan=plan, planner_only=True
         )
@@ -243,6 +258,7 @@ class PlanAnchors(io.ComfyNode):
             spec,
             texts,
             keep=keep,
+            start=start,
             devices=plan.devices,
             on_event=monitor,
             check_cancel=check_cancel,

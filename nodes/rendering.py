@@ -5,12 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from comfy_api.latest import io
+from torch import Tensor
 
 from flashforward_core.engine.rollout import Anchors, render
 from flashforward_core.model.roles import Backbone
 from flashforward_core.specs import SPATIAL_FACTOR
 
-from .bridge import to_latent
+from .bridge import from_latent, to_latent
 from .events import RolloutMonitor, check_cancel, show_text
 from .loading import preview_of
 from .prompts import with_prompts
@@ -59,6 +60,12 @@ class Render(io.ComfyNode):
                     tooltip="Host memory, in GiB, that keeps what later renders can go on from: after a change of an "
                     "anchor or a prompt, only what depends on it runs. 0 keeps nothing.",
                 ),
+                io.Latent.Input(
+                    "start_samples",
+                    optional=True,
+                    tooltip="Latents with which the video begins: a finished video to go on from, or a picture's. "
+                    "Unconnected: the start that the anchors were planned for, if any.",
+                ),
             ],
             outputs=[
                 io.Latent.Output("samples", display_name="samples", tooltip="For Decode & Save Video, or VAE Decode."),
@@ -77,6 +84,7 @@ class Render(io.ComfyNode):
         seed: int,
         anchors: Anchors | None = None,
         reuse_gib: float = 8.0,
+        start_samples: dict[str, Tensor] | None = None,
     ) -> io.NodeOutput:
         spec, texts = with_prompts(replace(plan.spec, seed=seed), positive, backbone)
         monitor = RolloutMonitor(
@@ -92,6 +100,7 @@ class Render(io.ComfyNode):
             spec,
             texts,
             anchors=anchors,
+            start=None if start_samples is None else from_latent(start_samples, backbone).cpu(),
             devices=plan.devices,
             reuse_bytes=int(reuse_gib * 2**30),
             on_event=monitor,

@@ -20,11 +20,11 @@ INPUTS = {
     "FlashForwardPromptSchedule": "text fps clip backbone",
     "FlashForwardPlan": "backbone width height seconds fps anchor_stride schedule anchor_rule history planner_history "
     "chunk_frames sink shift devices kv_policy preset",
-    "FlashForwardPlanAnchors": "backbone plan positive seed keep",
+    "FlashForwardPlanAnchors": "backbone plan positive seed keep start_image vae",
     "FlashForwardSetAnchor": "anchors seconds lock image samples vae reseed",
     "FlashForwardDevices": "devices layout order",
     "FlashForwardKVPolicy": "policy budget_frames sink_frames future_weight threshold",
-    "FlashForwardRender": "backbone plan positive seed anchors reuse_gib",
+    "FlashForwardRender": "backbone plan positive seed anchors reuse_gib start_samples",
     "FlashForwardDecodeVideo": "samples fps filename_prefix vae backbone",
     "FlashForwardReport": "timeline video plan",
 }
