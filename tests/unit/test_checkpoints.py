@@ -16,8 +16,10 @@ from flashforward_core.model.checkpoints import load_checkpoint, standardise
 from flashforward_core.model.config import WanConfig
 from flashforward_core.model.fp8 import FP8, Fp8Linear, quantise
 from flashforward_core.model.loading import load_backbone
+from flashforward_core.model.lora import save_role_lora
 from flashforward_core.model.naming import BLOCK_NAMES, OUTER_NAMES, WRAPPERS, module_table
 from flashforward_core.model.presets import PRESETS, choose_preset, fit_spec
+from flashforward_core.model.roles import attach_roles, role_linears
 from flashforward_core.model.transformer import CausalWanTransformer
 from flashforward_core.specs import AnchorPlan, RolloutSpec, VideoShape
 
@@ -427,3 +429,24 @@ def test_weights_stay_in_the_file_only_when_asked(name: str, weights: dict[str, 
         file.write(bytes(len(whole)))
     assert torch.equal(own.blocks[0].ffn.net[2].weight, expected)
     assert mapped.blocks[0].ffn.net[2].weight.eq(0).all()
+
+
+def test_role_loras_load_with_the_checkpoint_merged_or_not(weights: dict[str, Tensor], tmp_path: Path) -> None:
+    taught = CausalWanTransformer(TINY)
+    torch.manual_seed(5)
+    for factor in attach_roles(taught, rank=2, alpha=4):
+        torch.nn.init.normal_(factor, std=0.2)
+    loras = {role: tmp_path / f"{role}.safetensors" for role in Role}
+    for role, path in loras.items():
+        save_role_lora(taught, path, role=role, base="custom")
+    path = write(tmp_path / "hiar.safetensors", weights)
+    unmerged, merged = (load_backbone(path, role_loras=loras, merged=m) for m in (False, True))
+    assert unmerged.models[Role.PLANNER] is unmerged.models[Role.RENDERER]
+    assert merged.models[Role.PLANNER] is not merged.models[Role.RENDERER]
+    assert not role_linears(merged.models[Role.RENDERER])
+    difference = velocity(merged.models[Role.RENDERER]) - velocity(unmerged.models[Role.RENDERER])
+    assert difference.abs().max() < 1e-4  # float32, W + BA rounded once; values near 4
+    assert (
+        velocity(merged.models[Role.RENDERER]) - velocity(load_backbone(path).models[Role.RENDERER])
+    ).abs().max() > 0.1
+    assert (merged.preset, merged.preset_reason) == ("flashforward", "planner or renderer LoRA loaded")
