@@ -63,11 +63,15 @@ def test_lanes_and_orders_give_the_same_bytes(rig: Any, name: str) -> None:
 def test_a_small_budget_changes_the_video_and_bounds_the_memory(rig: Any, name: str) -> None:
     backbone, spec = rig.backbone(), _spec(rig, "self_forcing", SMALL[name])
     plain = render(backbone, replace(spec, kv_policy=KeepOptions()), rig.texts(), devices=ONE)
-    short = render(backbone, spec, rig.texts(), devices=ONE)
-    longer = render(backbone, replace(spec, shape=replace(spec.shape, latent_frames=23)), rig.texts(), devices=ONE)
-    assert short.sha256 != plain.sha256
-    assert torch.isfinite(longer.latents_BCFHW).all()
-    assert longer.timeline.peak_kv_bytes[0] <= short.timeline.peak_kv_bytes[0] * 1.05  # heads merge more or less
+    found = render(backbone, spec, rig.texts(), devices=ONE)
+    assert found.sha256 != plain.sha256
+    peaks = []
+    for latent_frames in (29, 50):  # heads that merge much take longest to fill their budget
+        longer = replace(spec, shape=replace(spec.shape, latent_frames=latent_frames))
+        rendered = render(backbone, longer, rig.texts(), devices=ONE)
+        assert torch.isfinite(rendered.latents_BCFHW).all()
+        peaks.append(rendered.timeline.peak_kv_bytes[0])
+    assert peaks[1] <= peaks[0] * 1.02  # how much the fullest head holds moves a little from chunk to chunk
 
 
 def test_the_window_policy_equals_the_schedule_with_that_window(rig: Any) -> None:
