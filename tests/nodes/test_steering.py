@@ -1,7 +1,6 @@
 """Steering through the real server: prompts over time, and anchors that are replaced, locked and planned again."""
 
 import copy
-import time
 from typing import Any
 
 import pytest
@@ -21,10 +20,19 @@ NOON = "a red balloon drifts right over green hills at noon"
 NIGHT = "a red balloon drifts right over green hills at night"
 
 
-def forget(client: Client) -> None:
-    """Drop the server's cached results and the backbone with all that it keeps."""
+def forget(client: Client, prompt: Json) -> None:
+    """Drop the server's cached results and the backbone with all that it keeps.
+
+    The server frees between two prompts, so ``prompt``, which has just run, runs once more from the cache.
+    """
     client.request("/free", {"unload_models": True, "free_memory": True})
-    time.sleep(1.5)  # the server frees when it is next idle, at most a second later
+    client.run(prompt)
+
+
+def ran(result: Result, node: str) -> bool:
+    """Whether a node was executed, not taken from the server's cache."""
+    cached = [data["nodes"] for name, data in result.status["messages"] if name == "execution_cached"]
+    return all(node not in nodes for nodes in cached)
 
 
 def reused(result: Result, prompt: Json) -> int:
@@ -57,10 +65,13 @@ def small(latents: Json) -> Json:
 
 
 def test_stride_10_5_10_gives_the_first_result_again(client: Client, latents: Json) -> None:
+    """In one session of the server, with nothing reused but what it caches itself; that is the last run."""
+    change(latents, RENDER, reuse_gib=0.0)
     digests = []
     for stride in (10, 5, 10):
-        digests.append(client.run(change(latents, PLAN, anchor_stride=stride)).sha256())
-        forget(client)
+        result = client.run(change(latents, PLAN, anchor_stride=stride))
+        assert not digests or ran(result, node_id(latents, RENDER))
+        digests.append(result.sha256())
     assert digests[0] == digests[2]
     assert digests[0] != digests[1]
 
@@ -82,9 +93,9 @@ def test_an_anchor_from_a_picture_renders_again_only_what_reads_it(client: Clien
 
 def test_free_gives_the_kept_memory_back(client: Client, small: Json) -> None:
     client.run(small)
-    forget(client)
-    again = client.run(set_anchor(small, seconds=2.0, reseed=5))
-    assert reused(again, small) == 0
+    assert reused(client.run(set_anchor(small, seconds=2.0, reseed=4)), small) == 1
+    forget(client, small)
+    assert reused(client.run(set_anchor(small, seconds=2.0, reseed=5)), small) == 0
 
 
 def test_an_anchor_set_to_its_own_latents_changes_nothing(client: Client, small: Json) -> None:
@@ -154,6 +165,42 @@ def test_native_prompts_with_shares_of_the_video_are_a_schedule(client: Client, 
     for name in (PLAN_ANCHORS, RENDER):
         change(latents, name, positive=["905", 0])
     assert client.run(latents).sha256() == scheduled
+
+
+def picture(count: int) -> Json:
+    inputs = {"width": 192, "height": 128, "batch_size": count, "color": 0x3366CC}
+    return {"class_type": "EmptyImage", "inputs": inputs}
+
+
+def test_a_start_image_reaches_the_render_through_the_anchors(client: Client, small: Json) -> None:
+    """Five pictures are two latent frames, with which the anchors and the render begin."""
+    plain = client.run(small).sha256()
+    small["710"] = picture(5)
+    change(small, PLAN_ANCHORS, start_image=["710", 0])
+    started = client.run(small).sha256()
+    assert started != plain
+    change(small, RENDER, reuse_gib=0.0)
+    assert client.run(small).sha256() == started
+    small["710"] = picture(4)
+    with pytest.raises(RunError, match="start_image holds 4 pictures; use 1, or 4n"):
+        client.run(small)
+
+
+def test_a_finished_video_goes_on(client: Client, small: Json) -> None:
+    """A second, longer plan goes on from the first one's 9 latents; one that is no longer has nothing to make."""
+    longer = copy.deepcopy(small)
+    for name, key in ((PLAN, "721"), (PLAN_ANCHORS, "722"), (RENDER, "723"), ("SaveLatent", "724")):
+        longer[key] = copy.deepcopy(small[node_id(small, name)])
+    longer["721"]["inputs"]["seconds"] = 77 / 16  # 20 latents
+    longer["722"]["inputs"]["plan"] = longer["723"]["inputs"]["plan"] = ["721", 0]
+    longer["723"]["inputs"] |= {"anchors": ["722", 0], "start_samples": [node_id(small, RENDER), 0]}
+    longer["724"]["inputs"]["samples"] = ["723", 0]
+    result = client.run(longer)
+    assert len(set(result.sha256())) == 2
+    too_long = copy.deepcopy(longer)
+    too_long["721"]["inputs"]["seconds"] = small[node_id(small, PLAN)]["inputs"]["seconds"]
+    with pytest.raises(RunError, match="start_frames=9 leaves nothing to make of 9 latent frames"):
+        client.run(too_long)
 
 
 @pytest.mark.parametrize(
