@@ -29,15 +29,14 @@ from ..metrics.numbers import METRICS, numbers
 from ..model.loading import EMBEDDED_SIZE, load_embedded
 from ..model.roles import Backbone
 from ..model.vae import StreamingDecoder
+from ..scenes import HELD_OUT, sample_scene
 from ..specs import RolloutSpec, VideoShape
-from ..train.synthetic import sample_scene
 from .bench_rows import Row, commit, machine
 from .quality_report import quality_rows, save_sheet, write_report
 
 log = logging.getLogger(__name__)
 
-HELD_OUT = 1_000_000  # scenes from here on are never trained on
-TRAINED = 4096  # scenes below it may have been, so their captions are left out too
+TRAINED = 4096  # scenes below this one may have been trained on: their captions are left out
 Z_95 = 1.96  # standard errors on each side of a mean that hold it 95 times in 100
 
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flashforward_core.model.text import ByteT5Encoder
-from flashforward_core.train.synthetic import render_scene, sample_scene
+from flashforward_core.scenes import sample_scene
+from flashforward_core.train.synthetic import render_scene
 from flashforward_core.train.vae_train import encode_mean
 
 FIELDS = ("latents", "ids", "mask", "empty_ids", "empty_mask")

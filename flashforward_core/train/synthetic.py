@@ -2,12 +2,10 @@
 
 A scene is a sky, a sun or moon, two hill layers that scroll at different speeds and one or two
 sprites on closed-form paths. Shapes are signed distances in pixels, so edges are anti-aliased and
-any number of frames draws on any device. Legend: B clips, F frames, H rows, W columns.
+any number of frames draws on any device. ``scenes`` draws the lots. Legend: B clips, F frames, H rows, W columns.
 """
 
-import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,87 +17,13 @@ from flashforward_core.scenes import (
     HEIGHT,
     HILLS,
     HORIZON_ROW,
-    KINDS,
-    MOTIONS,
     NEAR_SHADE,
     SKIES,
     WIDTH,
+    Scene,
+    Sprite,
     disc_colour,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sprite:
-    """One moving thing; phases in turns, lengths in pixels, times in seconds."""
-
-    kind: str
-    colour: str
-    motion: str
-    radius: float
-    centre_y: float
-    period_s: float
-    phase: float
-    phase_y: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
-    """All that a clip shows; what the caption leaves open was drawn at random."""
-
-    sky: str
-    hills: str
-    sprites: tuple[Sprite, ...]
-    light_x: float
-    light_y: float
-    ridge_phases: tuple[float, ...]
-    scroll: float
-    """Near-hill speed in pixels per second."""
-    time_s: float
-    """Scene time of the clip's first frame."""
-
-    @property
-    def caption(self) -> str:
-        movers = " and ".join(
-            f"a{'n' if s.colour == 'orange' else ''} {s.colour} {s.kind} {s.motion}" for s in self.sprites
-        )
-        return f"{movers} over {self.hills} hills at {self.sky}"
-
-
-def _sample_sprite(rng: random.Random, *, upper: bool) -> Sprite:
-    return Sprite(
-        kind=rng.choice(KINDS),
-        colour=rng.choice(tuple(COLOURS)),
-        motion=rng.choice(MOTIONS),
-        radius=rng.uniform(13, 17),
-        centre_y=rng.uniform(30, 48) if upper else rng.uniform(62, 88),
-        period_s=rng.uniform(7, 12),
-        phase=rng.random(),
-        phase_y=rng.random(),
-    )
-
-
-def sample_scene(seed: int) -> Scene:
-    """Draw scene number ``seed``; the same number gives the same scene everywhere."""
-    rng = random.Random(f"scene-{seed}")
-    two = rng.random() < 0.4
-    upper = rng.random() < 0.5
-    sprites = tuple(_sample_sprite(rng, upper=upper != bool(i)) for i in range(1 + two))
-    sky = rng.choice(tuple(SKIES))
-    low = sky in ("dawn", "dusk")
-    return Scene(
-        sky=sky,
-        hills=rng.choice(tuple(HILLS)),
-        sprites=sprites,
-        light_x=rng.uniform(25, 70)
-        if sky == "dawn"
-        else rng.uniform(120, 167)
-        if sky == "dusk"
-        else rng.uniform(40, 152),
-        light_y=rng.uniform(52, 60) if low else rng.uniform(18, 28),
-        ridge_phases=tuple(rng.random() for _ in range(6)),
-        scroll=rng.uniform(5, 9),
-        time_s=rng.uniform(0, 60),
-    )
 
 
 def _triangle(turns: Tensor) -> Tensor:

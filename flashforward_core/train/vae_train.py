@@ -12,13 +12,12 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor, nn
 
 from flashforward_core.model.vae import Preview, fit_preview
+from flashforward_core.scenes import sample_scene
 from flashforward_core.train.loop import LoopConfig, train
-from flashforward_core.train.synthetic import classify_colours, render_batch, render_scene, sample_scene
+from flashforward_core.train.synthetic import classify_colours, render_batch, render_scene
 from flashforward_core.train.vae_whole import decode_whole, encode_moments_whole
 
 log = logging.getLogger(__name__)
-
-HELD_OUT = 1_000_000  # scene seeds from here on are never trained on
 
 
 def new_vae() -> AutoencoderKLWan:

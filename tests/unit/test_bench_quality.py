@@ -23,8 +23,7 @@ from flashforward_core.commands.quality_report import (
 )
 from flashforward_core.metrics.numbers import METRICS
 from flashforward_core.model.loading import load_embedded
-from flashforward_core.scenes import parse_caption
-from flashforward_core.train.synthetic import sample_scene
+from flashforward_core.scenes import parse_caption, sample_scene
 
 pytestmark = pytest.mark.cpu
 

@@ -10,7 +10,8 @@ import pytest
 
 from flashforward_core.cli import main
 from flashforward_core.media import VideoWriter
-from flashforward_core.train.synthetic import render_scene, sample_scene
+from flashforward_core.scenes import sample_scene
+from flashforward_core.train.synthetic import render_scene
 
 pytestmark = pytest.mark.cpu
 

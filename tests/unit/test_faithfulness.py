@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from flashforward_core.metrics import SceneReport, evaluate
-from flashforward_core.scenes import COLOURS, HILLS, SKIES, Mover, SceneWords, parse_caption
-from flashforward_core.train.synthetic import render_scene, sample_scene
+from flashforward_core.scenes import COLOURS, HILLS, SKIES, Mover, SceneWords, parse_caption, sample_scene
+from flashforward_core.train.synthetic import render_scene
 
 pytestmark = pytest.mark.cpu
 

@@ -11,9 +11,10 @@ from flashforward_core.scenes import (
     far_hill_colour,
     near_hill_colour,
     parse_caption,
+    sample_scene,
     sky_colour,
 )
-from flashforward_core.train.synthetic import render_scene, sample_scene
+from flashforward_core.train.synthetic import render_scene
 
 pytestmark = pytest.mark.cpu
 

@@ -5,19 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashforward_core.train.synthetic import (
-    COLOURS,
-    HEIGHT,
-    KINDS,
-    MOTIONS,
-    WIDTH,
-    Scene,
-    Sprite,
-    classify_colours,
-    render_scene,
-    sample_scene,
-    sprite_path,
-)
+from flashforward_core.scenes import COLOURS, HEIGHT, KINDS, MOTIONS, WIDTH, Scene, Sprite, sample_scene
+from flashforward_core.train.synthetic import classify_colours, render_scene, sprite_path
 
 pytestmark = pytest.mark.cpu
 
