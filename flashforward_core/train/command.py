@@ -22,6 +22,7 @@ from flashforward_core.model.loading import load_embedded
 from flashforward_core.model.roles import attach_roles
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer
+from flashforward_core.scenes import FPS, HEIGHT, HELD_OUT, WIDTH
 from flashforward_core.train import base as base_step
 from flashforward_core.train import distill as distill_step
 from flashforward_core.train import sft as sft_step
@@ -29,9 +30,7 @@ from flashforward_core.train.data import LatentPool
 from flashforward_core.train.export import export_model
 from flashforward_core.train.loop import LoopConfig
 from flashforward_core.train.rollout import layout_for
-from flashforward_core.train.synthetic import FPS, HEIGHT, WIDTH
 from flashforward_core.train.vae_train import (
-    HELD_OUT,
     ClipPool,
     VaeStage,
     evaluate_vae,

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from flashforward_core.cli import main
 from flashforward_core.graph.task import Role
 from flashforward_core.model.roles import role_parameters
 from flashforward_core.model.text import ByteT5Encoder, TextConfig
@@ -258,3 +259,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(rig: Any, tmp_path: Path) -> 
 def test_a_window_longer_than_the_rollout_is_refused(rig: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"window=21 is longer than the rollout of {LATENTS} latents"):
         distilled(rig, tmp_path, steps=1, window=21)
+
+
+def test_the_step_is_part_of_the_training_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "distill", "--out", str(tmp_path), "--clips", "0"]) == 2
+    assert "clips=0 is not above 0; use clips=8" in capsys.readouterr().err
+    assert main(["train", "distill", "--out", str(tmp_path)]) == 2
+    assert "sft.pt" in capsys.readouterr().err  # the step before has not run
