@@ -1,0 +1,63 @@
+"""The workflows for Wan models in a real browser, with stand-ins for their files."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.append(str(ROOT / "scripts"))
+
+from comfy_client import Client  # noqa: E402
+from comfy_host import Server, provisioned  # noqa: E402
+from comfy_workflow import to_api  # noqa: E402
+
+from ..nodes.standins import write_models  # noqa: E402
+
+pytestmark = pytest.mark.browser
+Json = dict[str, Any]
+NAMES = ("wan_1_3b_long", "wan_14b_long", "from_native_model")
+FILES = {name: ROOT / "workflows" / f"{name}.json" for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    host = provisioned()
+    if host is None:
+        pytest.skip("no ComfyUI here; run: python3 scripts/comfy_host.py provision --dev")
+    extra = ["--extra-model-paths-config", str(write_models(tmp_path_factory.mktemp("models")))]
+    with Server(host=host, cpu=True, data=tmp_path_factory.mktemp("comfyui"), extra=extra) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def seen(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Json:
+    """What the editor made of each workflow."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None or not (HERE / "node_modules").is_dir():
+        pytest.skip("no chromium, or no playwright-core (npm ci --prefix tests/browser)")
+    shots = tmp_path_factory.mktemp("shots")
+    script = HERE / "check_workflows.mjs"
+    command = ["node", str(script), server.url, chromium, str(shots), *map(str, FILES.values())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def test_the_workflows_open_without_complaints(seen: Json) -> None:
+    assert seen["messages"] == []
+    assert {name: seen["opened"][name]["missing"] for name in NAMES} == {name: [] for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_editor_queues_is_what_the_file_says(name: str, seen: Json, server: Server) -> None:
+    """Widgets are saved by position: a value on the wrong one would show here."""
+    queued = seen["opened"][name]["prompt"]
+    theirs = {key: {part: node[part] for part in ("class_type", "inputs")} for key, node in queued.items()}
+    assert theirs == to_api(json.loads(FILES[name].read_text()), Client(server.url).object_info())
