@@ -1,14 +1,21 @@
 """KV Policy through the real server: it reaches the render, and settings that cannot work are refused by name."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from comfy_client import Client, RunError
+from comfy_host import Server
+from comfy_workflow import to_api
+
+from flashforward_core.media import read_frames
 
 from .conftest import change
 
 pytestmark = pytest.mark.cpu
 Json = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def with_policy(prompt: Json, **values: Any) -> Json:
@@ -31,3 +38,21 @@ def test_a_budget_that_leaves_no_choice_is_refused(client: Client, latents: Json
     prompt = with_policy(latents, policy="future_forcing", budget_frames=6)
     with pytest.raises(RunError, match=r"budget_frames=6 leaves no choice beside 3 sink and 3 recent frames"):
         client.run(prompt)
+
+
+def test_the_workflow_that_compares_policies_makes_a_video_of_each(
+    client: Client, server: Server, object_info: Json
+) -> None:
+    """Cut to 13 latents, where 9 are fewer than all that a chunk may look back at without a policy."""
+    graph = json.loads((ROOT / "workflows" / "compare_policies.json").read_text())
+    assert len(graph["groups"]) == 4
+    api = to_api(graph, object_info)
+    for node in api.values():
+        if node["class_type"] == "FlashForwardPlan":
+            node["inputs"]["seconds"] = 49 / 16
+    result = client.run(api)
+    videos = result.files(server.output)
+    assert [path.parent.name for path in videos] == ["policies"] * 3
+    shown = [[frames.tobytes() for frames in read_frames(path)] for path in videos]
+    assert [len(frames) for frames in shown] == [49] * 3
+    assert shown[0] != shown[1] != shown[2] != shown[0]
