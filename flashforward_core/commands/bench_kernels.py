@@ -24,7 +24,7 @@ WARM_LATENTS = 3  # the first latent frame has a shape of its own; kernels are c
 TIMED_LATENTS = 6
 
 
-def decode_rates(vae: Any, shape: VideoShape) -> Iterator[tuple[str, float]]:
+def decode_rates(vae: Any, shape: VideoShape, *, compiles: bool) -> Iterator[tuple[str, float]]:
     """Yield (mode, video frames per second) for each way to run the decoder; the autoencoder itself stays as it is."""
     device = next(vae.parameters()).device
     yield "conv3d", decode_rate(StreamingDecoder(vae, as_conv2d=False), shape, device=device)
@@ -33,6 +33,9 @@ def decode_rates(vae: Any, shape: VideoShape) -> Iterator[tuple[str, float]]:
         last = channels_last(copy.deepcopy(vae))
         yield "conv3d channels last", decode_rate(StreamingDecoder(last, as_conv2d=False), shape, device=device)
         yield "conv2d channels last", decode_rate(StreamingDecoder(last, as_conv2d=True), shape, device=device)
+        if compiles:
+            compiled = StreamingDecoder(last, as_conv2d=False, compiled=True)
+            yield "conv3d channels last, compiled", decode_rate(compiled, shape, device=device)
 
 
 def decode_rate(decoder: StreamingDecoder, shape: VideoShape, *, device: torch.device) -> float:

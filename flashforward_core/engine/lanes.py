@@ -178,6 +178,7 @@ class ThreadLane:
                 if self._work.empty():
                     self.settle()
             self.settle()
+            self.ops.mark().wait()  # a task that failed on the way may have left work on the device
 
 
 def _own_stream(device: torch.device, name: str) -> Any:

@@ -43,9 +43,13 @@ class VaeState:
 class StreamingDecoder:
     """Decode latents as they come. It keeps nothing between calls, so several rollouts may share it."""
 
-    def __init__(self, vae: AutoencoderKLWan, *, as_conv2d: bool | None = None) -> None:
-        """``as_conv2d`` None chooses it on a CPU, where torch's 3D convolution of few frames is four times slower."""
+    def __init__(self, vae: AutoencoderKLWan, *, as_conv2d: bool | None = None, compiled: bool = False) -> None:
+        """``as_conv2d`` None chooses it on a CPU, where torch's 3D convolution of few frames is four times slower.
+
+        ``compiled`` needs a compiler and takes its time on the first two latent frames, whose shapes differ.
+        """
         require_wan21(vae)
+        self._step = torch.compile(_decode_step, dynamic=False) if compiled else _decode_step
         self.vae = vae
         self._as_conv2d = as_conv2d
 
@@ -72,13 +76,22 @@ class StreamingDecoder:
         weight = self.vae.post_quant_conv.weight
         z = denormalise(self.vae, latents_BCFHW.to(weight.device)).to(weight.dtype)
         frames = []
+        as_conv2d = _use_conv2d(self._as_conv2d, weight.device)
         for latent in z.split(1, dim=2):  # one shape for every call: the bytes do not depend on the chunks
-            cache = CausalCache(() if state is None else state.features)
-            options = Options(as_conv2d=_use_conv2d(self._as_conv2d, weight.device), cache=cache)
-            frames.append(_to_unit_range(decode_raw(self.vae, latent, options)))
-            state = VaeState(cache.after)
+            decoded, after = self._step(self.vae, latent, () if state is None else state.features, as_conv2d)
+            frames.append(decoded)
+            state = VaeState(after)
         assert state is not None, "no latent frame to decode"
         return torch.cat(frames, dim=1), state
+
+
+def _decode_step(
+    vae: AutoencoderKLWan, z_BC1HW: Tensor, features: tuple[Tensor, ...], as_conv2d: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Decode one latent frame after ``features`` (empty at first); return frames in [0, 1] and the next features."""
+    cache = CausalCache(features)
+    raw = decode_raw(vae, z_BC1HW, Options(as_conv2d=as_conv2d, cache=cache))
+    return _to_unit_range(raw), cache.after
 
 
 @torch.no_grad()

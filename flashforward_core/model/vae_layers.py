@@ -35,7 +35,7 @@ class CausalCache:
     """
 
     def __init__(self, kept: tuple[Tensor, ...] = ()) -> None:
-        self.first = not kept
+        self.first = len(kept) == 0
         self._kept = iter(kept)
         self._after: list[Tensor] = []
 

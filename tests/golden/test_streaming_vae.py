@@ -84,6 +84,19 @@ def test_a_kept_state_replays_the_same_bytes(vae: AutoencoderKLWan, latents: Ten
         assert torch.equal(old, new)
 
 
+def test_a_step_can_be_compiled_and_gives_the_same_bytes(
+    vae: AutoencoderKLWan, latents: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dynamo's own backend runs what was traced as it is; what it cannot trace would fall back, so none may."""
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda step, dynamic: compile_(step, dynamic=dynamic, fullgraph=True, backend="eager")
+    )
+    found, _ = StreamingDecoder(vae, compiled=True).decode(latents[:, :, :2], None)
+    expected, _ = StreamingDecoder(vae).decode(latents[:, :, :2], None)
+    assert torch.equal(found, expected)
+
+
 def test_state_does_not_grow_with_the_video(vae: AutoencoderKLWan, latents: Tensor) -> None:
     sizes = [state.num_bytes for _, state in stream(vae, latents, [3, 1, 1, 1, 1, 1])]
     assert len(set(sizes)) == 1 and sizes[0] > 0
