@@ -31,7 +31,7 @@ def tone(task: str) -> str:
     parts = task.split("/")
     if parts[0] == "decode":
         return DECODE
-    if "commit" in parts:
+    if "commit" in parts or parts[0] == "compact":
         return COMMIT
     if parts[0] == "planner":
         return PLANNER
