@@ -268,7 +268,7 @@ def _forward_ms(bench: Bench) -> None:
 
 @METRICS.add("forward_error")
 def _forward_error(bench: Bench) -> None:
-    for config, error in forward_errors(bench.backbone, bench.spec("flashforward", 6), fast=bench.plan("auto").fast):
+    for config, error in forward_errors(bench.backbone, bench.spec("flashforward", 3), fast=bench.plan("auto").fast):
         bench.book.add("forward_error", error, "relative", **config)
 
 
