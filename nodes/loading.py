@@ -98,9 +98,16 @@ class LoadBackbone(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, *, backbone: str, planner_lora: str, renderer_lora: str, **inputs: Any) -> str:
-        """Change when a file that decides the weights does."""
-        main = assets_folder() if backbone == EMBEDDED else backbone_path(backbone)
+    def fingerprint_inputs(
+        cls,
+        *,
+        backbone: str | None = None,
+        planner_lora: str | None = None,
+        renderer_lora: str | None = None,
+        **inputs: Any,
+    ) -> str:
+        """Change when a file that decides the weights does, as far as names are no links."""
+        main = assets_folder() if backbone in (None, EMBEDDED) else backbone_path(str(backbone))
         return "\n".join(stamp(path) for path in (main, *role_paths(planner_lora, renderer_lora).values()))
 
     @classmethod

@@ -65,9 +65,9 @@ class ApplyLoRA(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, *, lora: str, **inputs: Any) -> str:
+    def fingerprint_inputs(cls, *, lora: str | None = None, **inputs: Any) -> str:
         """Change when the file does."""
-        return stamp(lora_path(lora, field="lora"))
+        return "" if lora is None else stamp(lora_path(lora, field="lora"))
 
     @classmethod
     def execute(cls, *, backbone: Backbone, lora: str, strength: float, role: str, mode: str = "auto") -> io.NodeOutput:

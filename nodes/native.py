@@ -125,7 +125,9 @@ class BackboneFromModel(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, *, planner_lora: str, renderer_lora: str, **inputs: Any) -> str:
+    def fingerprint_inputs(
+        cls, *, planner_lora: str | None = None, renderer_lora: str | None = None, **inputs: Any
+    ) -> str:
         """Change when a role's LoRA file does."""
         return "\n".join(stamp(path) for path in role_paths(planner_lora, renderer_lora).values())
 
