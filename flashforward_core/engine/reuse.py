@@ -7,7 +7,7 @@ or a prompt. A later run goes on from the last such chunk before which all keys 
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ from ..graph.task import ForwardTask, Kind, Role, Slot, Space, TaskGraph
 from ..kv.pages import PagePlan, kv_slots, plan_pages
 from ..model.attention import resolve_attention
 from ..model.roles import Backbone
-from ..specs import RolloutSpec
+from ..specs import LATENT_CHANNELS, RolloutSpec
 from ..store import SlotStore
 from .forward import FastOptions
 from .ops import RunInputs
@@ -70,7 +70,7 @@ def resume(
 ) -> Resume:
     """Say what of ``graph`` is left to run, given what ``backbone.store`` holds.
 
-    ``page_bytes`` is the KV of one latent frame. Snapshots larger than ``budget`` bytes are not kept.
+    ``page_bytes`` is the KV of one latent frame. As many snapshots are kept as ``budget`` bytes hold, spread evenly.
     """
     pages = plan_pages(inputs.spec, graph)
     keys = slot_keys(graph, pages=pages, inputs=inputs, base=base_key(backbone, inputs, devices=devices, fast=fast))
@@ -81,14 +81,20 @@ def resume(
     found += [slot for slot in _clean(graph, Space.LATENT, spec) if slot.index < first]
     kv = snapshot_slots(graph, first)
     rest = _rest(graph, first=first, have=frozenset(found))
-    keep = [snapshot_slots(graph, chunk) for chunk in chunks if chunk >= first]
-    keep = [slots for slots in keep if _num_bytes(slots, spec, page_bytes) <= budget]
+    snapshots = [slots for chunk in chunks if chunk >= first and (slots := snapshot_slots(graph, chunk))]
+    keep = _affordable(
+        snapshots, num_bytes=lambda slots: _num_bytes(slots, spec, page_bytes), budget=budget - _latent_bytes(inputs)
+    )
+    latents = dict(zip(found, store.take(keys[slot] for slot in found), strict=True))
+    pages_there = dict(zip(kv, store.take(keys[slot] for slot in kv), strict=True))
+    new = tuple({slot for slots in keep for slot in slots if slot in rest.writers})
+    store.shrink(max(0, budget - _num_bytes(new, spec, page_bytes)))  # before the run, which fills that room
     return Resume(
         graph=rest,
         pages=pages,
-        latents=dict(zip(found, store.take(keys[slot] for slot in found), strict=True)),
-        kv=dict(zip(kv, store.take(keys[slot] for slot in kv), strict=True)),
-        keep=frozenset(slot for slots in keep for slot in slots if slot in rest.writers),
+        latents=latents,
+        kv=pages_there,
+        keep=frozenset(new),
         keys=keys,
         snapshots=tuple(keep),
         reused=Reused(chunks=first, forwards=graph.counts()["total"] - rest.counts()["total"]),
@@ -205,6 +211,24 @@ def _rest(graph: TaskGraph, *, first: int, have: frozenset[Slot]) -> TaskGraph:
             kept.append(task)
     written = {slot for task in kept for slot in task.writes}
     return TaskGraph(tuple(reversed(kept)), frozenset(needed - written))
+
+
+def _affordable(
+    snapshots: Sequence[tuple[Slot, ...]], *, num_bytes: Callable[[tuple[Slot, ...]], int], budget: int
+) -> list[tuple[Slot, ...]]:
+    """Return the last snapshot and every n-th before it, for the smallest n with which they fit into ``budget``."""
+    for step in range(1, len(snapshots) + 1):
+        chosen = list(snapshots[::-1][::step][::-1])
+        if sum(map(num_bytes, chosen)) <= budget:
+            return chosen
+    return []
+
+
+def _latent_bytes(inputs: RunInputs) -> int:
+    """Return the memory of all clean latents of a rollout, in float32."""
+    shape = inputs.spec.shape
+    frames = shape.latent_frames + len(inputs.spec.anchor_positions())
+    return inputs.batch * LATENT_CHANNELS * frames * shape.latent_height * shape.latent_width * 4
 
 
 def _num_bytes(slots: tuple[Slot, ...], spec: RolloutSpec, page_bytes: int) -> int:

@@ -20,6 +20,7 @@ from flashforward_core.specs import AnchorPlan, History, PromptSpan, RolloutSpec
 
 pytestmark = pytest.mark.cpu
 
+TINY_DIM = 48
 PLENTY = 2**30  # bytes; a rollout of the small backbone keeps less than a megabyte
 # The fixtures hold no state between examples; a busy machine must not fail a slow example.
 RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -63,7 +64,7 @@ def first_chunk_that_depends(spec: RolloutSpec, anchor: int) -> int:
     return spec.num_chunks
 
 
-@settings(RELAXED, max_examples=12)
+@settings(RELAXED, max_examples=8)
 @given(spec=specs(), data=st.data(), lanes=st.integers(1, 3))
 def test_after_any_change_of_an_anchor_the_bytes_are_a_full_renders(
     rig: Any, spec: RolloutSpec, data: st.DataObject, lanes: int
@@ -194,6 +195,23 @@ def test_the_budget_bounds_what_is_kept(rig: Any, paper: RolloutSpec) -> None:
         again = render(backbone, paper, rig.texts(), anchors=moved(anchors, index), reuse_bytes=budget)
         assert again.reused.chunks == chunks
         assert again.sha256 == render(rig.backbone(), paper, rig.texts(), anchors=moved(anchors, index)).sha256
+
+
+def test_where_not_all_snapshots_fit_they_are_spread_and_the_last_is_among_them(rig: Any) -> None:
+    """27 anchors in 9 blocks come in at 8 places. With room for 3 snapshots, every third is kept, from the last on."""
+    spec = rig.spec(latent_frames=81, anchors=AnchorPlan(stride=3), history=History())
+    backbone = rig.backbone()
+    anchors = plan_anchors(backbone, spec, rig.texts())
+    depends = [first_chunk_that_depends(spec, 3 * block) for block in range(1, 9)]
+    latents = (81 + 27) * 16 * 4 * 4 * 4
+    snapshot = 2 * 2 * 15 * 4 * TINY_DIM * 2 * 4  # stages, keys and values, frames, tokens, width, blocks, bytes
+    budget = latents + 3 * snapshot
+    for block, chunks in ((8, depends[7]), (7, depends[4]), (5, depends[4]), (3, depends[1])):
+        render(backbone, spec, rig.texts(), anchors=anchors, reuse_bytes=budget)
+        assert backbone.store.num_bytes <= budget
+        again = render(backbone, spec, rig.texts(), anchors=moved(anchors, 3 * block), reuse_bytes=budget)
+        assert again.reused.chunks == chunks
+        backbone.store.shrink(0)
 
 
 def test_frames_are_the_same_when_their_latents_are_reused(rig: Any) -> None:
