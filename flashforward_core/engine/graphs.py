@@ -5,15 +5,19 @@ the latents, the timestep, the positions and the tokens of the forward's own pag
 fixed, so each needs a recording of its own.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..kv.bank import IndexedView
+
+log = logging.getLogger(__name__)
 
 MIN_REPLAYS = 3
 """Recording takes about as long as launching two forwards, so fewer replays would not pay."""
@@ -60,13 +64,11 @@ class CudaRecorder:
         self._stream.wait_stream(lane)
         with torch.cuda.stream(self._stream):
             body()  # the real thing, and the warm-up: kernels load and libraries take their workspace
-            graph = self._capture(body)
+            repeat = or_rerun(self._capture, body)
         lane.wait_stream(self._stream)
-        self._graphs.append(graph)  # until the end: a graph must not go while it runs
-        replay: Body = graph.replay
-        return replay
+        return repeat
 
-    def _capture(self, body: Body) -> Any:
+    def _capture(self, body: Body) -> Body:
         pool = self._graphs[0].pool() if self._graphs else None
         graph = torch.cuda.CUDAGraph()
         # torch.cuda.graph would wait for all devices and empty the allocator's cache.
@@ -75,12 +77,29 @@ class CudaRecorder:
             body()
         finally:
             graph.capture_end()
-        return graph
+        self._graphs.append(graph)  # until the end: a graph must not go while it runs
+        replay: Body = graph.replay
+        return replay
 
     def free(self) -> None:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+
+
+def or_rerun(capture: Callable[[Body], Body], body: Body) -> Body:
+    """Return what repeats ``body``: its recording, or ``body`` itself when it cannot be captured, after a warning."""
+    try:
+        return capture(body)
+    except RuntimeError as error:
+        _warn(str(error).splitlines()[0])
+        return body
+
+
+@cache
+def _warn(reason: str) -> None:
+    """Warn once per process and reason."""
+    log.warning("forwards cannot be recorded here (%s) and are launched piece by piece; set graphs='off'", reason)
 
 
 def _writable(tensor: Tensor) -> Tensor:

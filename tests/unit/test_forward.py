@@ -15,7 +15,7 @@ from flashforward_core.engine import lanes as lanes_module
 from flashforward_core.engine.events import Event
 from flashforward_core.engine.executor import run_placed
 from flashforward_core.engine.forward import FastOptions
-from flashforward_core.engine.graphs import MIN_REPLAYS, Inputs, Recordings, Rerun
+from flashforward_core.engine.graphs import MIN_REPLAYS, Inputs, Recordings, Rerun, or_rerun
 from flashforward_core.engine.lanes import ThreadLane
 from flashforward_core.engine.ops import RunInputs
 from flashforward_core.engine.placement import lanes_for, place
@@ -122,6 +122,20 @@ def test_a_recording_goes_after_its_last_use_and_none_is_made_for_few() -> None:
         assert recordings.pays("often")  # even the last of the planned uses, once recorded
         recordings.count("often")
     assert not recordings.pays("often")
+
+
+def test_what_cannot_be_captured_runs_again_instead_after_one_warning(caplog: Any) -> None:
+    runs: list[str] = []
+
+    def refused(body: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\ndetails")
+
+    for _ in range(2):
+        or_rerun(refused, lambda: runs.append("run"))()
+    assert runs == ["run", "run"]
+    (record,) = caplog.records
+    assert "not permitted when stream is capturing) and" in record.getMessage()
+    assert or_rerun(lambda body: "its recording", lambda: None) == "its recording"  # type: ignore[arg-type,return-value]
 
 
 def test_a_run_ahead_of_its_device_gives_the_same_bytes(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
