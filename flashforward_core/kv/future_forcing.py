@@ -66,8 +66,7 @@ def future_profile(
 ) -> Tensor:
     """Return the attention [B, G, N, H] that groups of predicted queries would give to ``tokens``."""
     frames = future_frames(options, next_frame=next_frame, chunk_frames=chunk_frames)
-    used = statistics.per_head() if options.per_head else statistics
-    q_BGRHD = proxies(used, frames=frames, grid=grid, cells=options.cells, cell_queries=options.cell_queries)
+    q_BGRHD = proxies(statistics, frames=frames, grid=grid, cells=options.cells, cell_queries=options.cell_queries)
     return attention_mass(q_BGRHD, tokens.k_BNHD, bias_BHN=tokens.bias_BHN)
 
 

@@ -101,14 +101,16 @@ def _future_forcing(state: BlockState | None, own: OwnKV, at: Compaction, option
     tokens = _with_own(state, own, at)
     places = at.grid.places(at.frames).view(1, -1, 1).expand(own.q_BLHD.shape[:3])
     plain = unrotate(own.q_BLHD, places, grid=at.grid)
+    fresh = query_statistics(plain, grid=at.grid)
+    fresh = fresh.per_head() if options.per_head else fresh
     mass = received(own.q_BLHD, tokens.k_BNHD, stride=options.history_stride)
     if state is None:
         attended = Attended(mass_BNH=mass, chunks_BNH=torch.ones_like(mass))
-        statistics = query_statistics(plain, grid=at.grid)
+        statistics = fresh
     else:
         assert state.attended is not None and state.statistics is not None, "the state is of another policy"
         attended = state.attended.append(own.k_BLHD.shape[1]).update(mass)
-        statistics = state.statistics.update(plain, grid=at.grid)
+        statistics = state.statistics.merge(fresh)
     tokens, attended = compact(
         tokens,
         attended,

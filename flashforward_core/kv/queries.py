@@ -27,7 +27,10 @@ class QueryStatistics:
 
     def update(self, q_BLHD: Tensor, *, grid: Grid) -> "QueryStatistics":
         """Return the statistics of all frames so far and the whole frames of ``q_BLHD``, before rotary positions."""
-        new = query_statistics(q_BLHD, grid=grid)
+        return self.merge(query_statistics(q_BLHD, grid=grid))
+
+    def merge(self, new: "QueryStatistics") -> "QueryStatistics":
+        """Return the statistics of both; either both or none have one mean per head."""
         total = self.frames + new.frames
         step = new.mean_BTHD - self.mean_BTHD
         between = step.square().sum(dim=-1) * (self.frames * new.frames / total)

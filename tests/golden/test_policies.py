@@ -84,6 +84,15 @@ def test_the_window_policy_equals_the_schedule_with_that_window(rig: Any) -> Non
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)  # results are handed out in float32
 
 
+def test_one_mean_query_per_head_needs_less_memory(rig: Any) -> None:
+    backbone = rig.backbone()
+    peaks = [
+        render(backbone, _spec(rig, "self_forcing", policy), rig.texts(), devices=ONE).timeline.peak_kv_bytes[0]
+        for policy in (replace(SMALL["future_forcing"], per_head=True), SMALL["future_forcing"])
+    ]
+    assert peaks[0] < peaks[1]
+
+
 def test_rows_of_a_batch_are_kept_apart(rig: Any) -> None:
     """Row 1 alone, with its own seed, is what it is in the batch, to float64's last digits."""
     backbone, texts = rig.backbone(torch.float64), rig.texts(torch.float64, batch=2)

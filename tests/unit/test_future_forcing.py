@@ -90,6 +90,10 @@ def test_one_mean_per_head_counts_the_spread_between_places() -> None:
     assert (pooled.mean_BTHD[:, 0] - q.mean(dim=1)).abs().max() < EXACT
     per_query = pooled.deviation_BTH[:, 0] / pooled.frames
     assert (per_query - q.var(dim=1, correction=0).sum(dim=-1)).abs().max() < 1e-10  # sums of 30 squares
+    first, rest = (query_statistics(part, grid=GRID).per_head() for part in (q[:, : 2 * SIZE], q[:, 2 * SIZE :]))
+    merged = first.merge(rest)
+    assert (merged.mean_BTHD - pooled.mean_BTHD).abs().max() < EXACT
+    assert (merged.deviation_BTH - pooled.deviation_BTH).abs().max() < 1e-10  # the same sums
 
 
 def test_stationarity_is_one_for_equal_frames_and_falls_with_noise() -> None:
@@ -108,6 +112,13 @@ def test_a_proxy_is_the_mean_query_rotated_to_its_future_frame_and_place() -> No
     assert (found.flatten(1, 2) - every).abs().max() < EXACT
     sample = proxies(statistics, frames=[40], grid=GRID, cells=2, cell_queries=1)
     assert (sample.flatten(1, 2) - every[:, [6, 9]]).abs().max() < EXACT
+
+
+def test_one_mean_per_head_asks_at_every_sampled_place() -> None:
+    pooled = query_statistics(_randn(1, 4 * SIZE, 2, 24, seed=0), grid=GRID).per_head()
+    found = proxies(pooled, frames=[7], grid=GRID, cells=2, cell_queries=3)
+    expected = _turned(pooled.mean_BTHD.expand(-1, SIZE, -1, -1), [7])
+    assert (found.flatten(1, 2) - expected).abs().max() < EXACT
 
 
 def test_lookahead_counts_chunks_from_the_next() -> None:
