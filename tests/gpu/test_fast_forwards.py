@@ -96,7 +96,6 @@ def test_each_kernel_is_close_to_float32(name: str) -> None:
     q = torch.randn(1, 96, 2, 128, device=device, generator=generator)
     k, v = torch.randn(2, 1, 672, 2, 128, device=device, generator=generator)
     bank = torch.stack((k, v)).bfloat16()  # as lanes hold them: slices of one buffer
-    exact = sdpa(q.bfloat16().float(), bank[0].float(), bank[1].float())
     found = entry.attend(q.bfloat16(), bank[0][:, 32:], bank[1][:, 32:]).float()
     exact = sdpa(q.bfloat16().float(), bank[0][:, 32:].float(), bank[1][:, 32:].float())
     assert (found - exact).norm() / exact.norm() < 1e-2  # 3e-3 measured for FlashAttention-3 at the real sizes
