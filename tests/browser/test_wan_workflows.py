@@ -22,7 +22,7 @@ from ..nodes.standins import write_models  # noqa: E402
 
 pytestmark = pytest.mark.browser
 Json = dict[str, Any]
-NAMES = ("wan_1_3b_long", "wan_14b_long", "from_native_model")
+NAMES = ("wan_1_3b_long", "wan_14b_long", "from_native_model", "several_devices", "compare_policies")
 FILES = {name: ROOT / "workflows" / f"{name}.json" for name in NAMES}
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from flashforward_core.media import read_frames
 from flashforward_core.metrics import measure
 
-from .conftest import NINE_LATENTS_S, change, node_id
+from .conftest import NINE_LATENTS_S, ROOT, change, node_id
 
 pytestmark = pytest.mark.cpu
 Json = dict[str, Any]
@@ -94,6 +94,18 @@ def test_the_picture_shows_every_span_in_its_lanes_row(server: Server, reported:
         found = image.getpixel((round(left + middle * (right - left)), top + span["lane"] * row + 12))
         if "renderer" in span["task"]:
             assert found == stage_colours[int(span["task"][-1])], span["task"]
+
+
+def test_the_workflow_for_several_devices_reports_on_them(server: Server, object_info: Json) -> None:
+    workflow = json.loads((ROOT / "workflows" / "several_devices.json").read_text())
+    api = to_api(workflow, object_info)
+    change(api, "FlashForwardPlan", seconds=NINE_LATENTS_S)
+    change(api, "FlashForwardDevices", devices="cpu*4")
+    change(api, "FlashForwardRender", seed=778)  # no other test's, whose result would be reused
+    api["950"] = node("PreviewAny", source=[node_id(api, "FlashForwardReport"), 1])
+    told = json.loads(Client(server.url).run(api).outputs["950"]["text"][0])
+    assert {span["lane"] for span in told["timeline"]["spans"]} == {0, 1, 2, 3}
+    assert told["video"]["frames"] == 33
 
 
 def test_a_report_on_nothing_is_refused(client: Client) -> None:
