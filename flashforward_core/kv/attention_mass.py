@@ -30,11 +30,12 @@ def attention_mass_torch(q_BGRHD: Tensor, k_BNHD: Tensor, *, bias_BHN: Tensor | 
     k = at_least_fp32(k_BNHD)
     q = at_least_fp32(q_BGRHD) / k.shape[-1] ** 0.5
     bias = None if bias_BHN is None else bias_BHN.to(k.dtype).unsqueeze(2)
-    groups = []
-    for group in range(q.shape[1]):
-        total_BHN = torch.zeros_like(k[..., 0].transpose(1, 2))
-        for start in range(0, q.shape[2], QUERY_BLOCK):
-            logits = torch.einsum("brhd,bnhd->bhrn", q[:, group, start : start + QUERY_BLOCK], k)
-            total_BHN += (logits if bias is None else logits + bias).softmax(dim=-1).sum(dim=2)
-        groups.append(total_BHN.transpose(1, 2) / q.shape[2])
-    return torch.stack(groups, dim=1)
+    sums: list[Tensor] = []
+    for some_BGRHD in q.split(max(1, QUERY_BLOCK // q.shape[2]), dim=1):
+        parts = []
+        for part_BGRHD in some_BGRHD.split(QUERY_BLOCK, dim=2):
+            logits = torch.einsum("bqhd,bnhd->bhqn", part_BGRHD.flatten(1, 2), k)
+            weights = (logits if bias is None else logits + bias).softmax(dim=-1)
+            parts.append(weights.unflatten(2, part_BGRHD.shape[1:3]).sum(dim=3))  # [B, H, G, N]
+        sums.append(torch.stack(parts).sum(dim=0))
+    return torch.cat(sums, dim=2).permute(0, 2, 3, 1) / q.shape[2]
