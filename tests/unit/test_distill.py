@@ -186,7 +186,7 @@ def test_the_critic_learns_what_the_student_makes(rig: Any) -> None:
 def test_anchors_and_forward_kl_are_options_that_count(rig: Any) -> None:
     plain = Trial(rig, DistillConfig(window=WINDOW)).losses(of_student=False)["loss"]
     both = Trial(rig, DistillConfig(window=WINDOW, anchor_weight=1.0)).losses(of_student=False)["loss"]
-    assert float(both) > 1.2 * float(plain)
+    assert both.item() > 1.2 * plain.item()
     real = torch.randn(2, 16, WINDOW, 4, 4)
     losses = Trial(rig, DistillConfig(window=WINDOW, forward_kl=0.1)).losses(of_student=True, real=real)
     torch.testing.assert_close(losses["loss"], losses["dmd"] + 0.1 * losses["forward_kl"])
