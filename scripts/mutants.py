@@ -29,8 +29,8 @@ MUTANTS = (
     Mutant(
         name="a KV edge is dropped",
         file="flashforward_core/graph/schedules.py",
-        right="scene = range(first, chunk)",
-        wrong="scene = range(first, chunk - 1)",
+        right="scene = range(spec.scene_start(chunk), chunk)",
+        wrong="scene = range(spec.scene_start(chunk), chunk - 1)",
         test="tests/unit/test_schedules.py",
     ),
     Mutant(
@@ -71,8 +71,8 @@ MUTANTS = (
     Mutant(
         name="RoPE is off by one chunk",
         file="flashforward_core/engine/ops.py",
-        right="frames=torch.tensor(frames, device=device)",
-        wrong="frames=torch.tensor(frames, device=device) + 3 * (task.role is Role.RENDERER)",
+        right="frames=state.lane.ops.put(torch.tensor(frames)),",
+        wrong="frames=state.lane.ops.put(torch.tensor(frames) + 3 * (task.role is Role.RENDERER)),",
         test="tests/golden/test_engine_equals_reference.py",
     ),
 )
