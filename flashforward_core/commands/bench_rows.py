@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import platform
 import subprocess
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ def machine(device: torch.device | str) -> str:
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{platform.processor() or platform.machine()} CPU, {os.cpu_count()} cores"
 
 
 def commit() -> str:
