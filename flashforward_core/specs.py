@@ -4,6 +4,7 @@ Nothing here knows torch or how anything runs. A field that cannot work raises `
 naming the field, its value, the bound and the remedy.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from .kv_policy import KeepOptions, KVPolicy
@@ -12,6 +13,8 @@ SPATIAL_FACTOR = 8  # the Wan VAE's spatial stride
 TEMPORAL_FACTOR = 4  # the Wan VAE's temporal stride; the first latent frame is one video frame
 SIZE_STEP = 16  # VAE stride x the transformer's 2x2 patch
 LATENT_CHANNELS = 16
+MAX_LATENT_FRAMES = 100_000  # about seven hours at 16 frames per second
+MAX_DEVICES = 64  # lanes of one rollout
 
 
 def _nearest_multiple(value: int, step: int) -> int:
@@ -21,6 +24,11 @@ def _nearest_multiple(value: int, step: int) -> int:
 def _at_least(name: str, value: int, bound: int, remedy: str) -> None:
     if value < bound:
         raise ValueError(f"{name}={value} is below {bound}; {remedy}")
+
+
+def _check_fps(fps: float) -> None:
+    if not 0 < fps <= 240:
+        raise ValueError(f"fps={fps} is outside (0, 240]; Wan models are made for fps=16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +50,25 @@ class VideoShape:
                 nearest = _nearest_multiple(value, SIZE_STEP)
                 raise ValueError(f"{name}={value} is not a positive multiple of {SIZE_STEP}; use {name}={nearest}")
         _at_least("latent_frames", self.latent_frames, 1, "use latent_frames=1 or more")
-        if not 0 < self.fps <= 240:
-            raise ValueError(f"fps={self.fps} is outside (0, 240]; Wan models are made for fps=16")
+        if self.latent_frames > MAX_LATENT_FRAMES:
+            raise ValueError(
+                f"latent_frames={self.latent_frames} is above {MAX_LATENT_FRAMES}; make a shorter video, or several"
+            )
+        _check_fps(self.fps)
 
     @classmethod
     def from_seconds(cls, seconds: float, *, width: int, height: int, fps: float = 16.0) -> "VideoShape":
         """Choose the latent length whose 4n-3 video frames come nearest to ``seconds``."""
-        if not 0 < seconds < float("inf"):
+        _check_fps(fps)
+        if not 0 < seconds < math.inf:
             raise ValueError(
                 f"seconds={seconds} is not above 0 and finite; use seconds={1 / fps:g} (one frame) or more"
+            )
+        longest = (TEMPORAL_FACTOR * (MAX_LATENT_FRAMES - 1) + 1) / fps
+        if seconds > longest:
+            raise ValueError(
+                f"seconds={seconds:g} is above {longest:g} ({MAX_LATENT_FRAMES} latent frames at fps={fps:g}); "
+                "make a shorter video, or several"
             )
         steps = round((seconds * fps - 1) / TEMPORAL_FACTOR)
         return cls(width=width, height=height, latent_frames=max(0, steps) + 1, fps=fps)

@@ -17,12 +17,15 @@ from typing import Any, Protocol
 
 import torch
 
+from ..specs import MAX_DEVICES
 from .forward import FastOptions
 from .transfer import CudaOps, DeviceOps, HostOps, Mark, stream_for
 
 log = logging.getLogger(__name__)
 
 Work = Callable[[], None]
+
+OTHER_DEVICES = "mps|xpu|npu|mlu|privateuseone"  # PyTorch's names for devices that no lane runs on
 
 
 class Lane(Protocol):
@@ -237,9 +240,12 @@ class DevicePlan:
     def resolve(self) -> tuple[str, ...]:
         """Return the device of each lane: ``auto`` is every CUDA device, or one CPU.
 
-        What names no device of this machine is left out, with one warning that tells both counts.
+        A device that this machine lacks is left out, with one warning that tells both counts. A word that is no
+        device, and a count outside 1 to ``MAX_DEVICES``, raise ``ValueError``.
         """
         asked = [name for entry in self.devices for part in entry.split(",") for name in _expand(part.strip())]
+        if len(asked) > MAX_DEVICES:
+            raise ValueError(f"devices={','.join(self.devices)!r} are {len(asked)}, above {MAX_DEVICES}; use fewer")
         usable = [name for name in asked if _is_present(name)]
         if len(usable) < len(asked):
             lost = ", ".join(dict.fromkeys(name for name in asked if name not in usable))
@@ -249,11 +255,16 @@ class DevicePlan:
 
 
 def _expand(text: str) -> list[str]:
-    """Read one entry of a device list; text that names no device comes back as it is."""
+    """Read one entry of a device list."""
     if text in ("auto", ""):
         return [f"cuda:{n}" for n in range(torch.cuda.device_count())] or ["cpu"]
-    match = re.fullmatch(r"(cpu|cuda:\d+)(?:\*([1-9]\d*))?", "cuda:0" if text == "cuda" else text)
-    return [text] if match is None else [match[1]] * int(match[2] or 1)
+    match = re.fullmatch(rf"(cpu|cuda|cuda:\d+|(?:{OTHER_DEVICES})(?::\d+)?)(?:\*(\d{{1,9}}))?", text)
+    if match is None:
+        raise ValueError(f"devices={text!r} is no device; use auto, cpu, cpu*4 or cuda:0")
+    count = int(match[2] or 1)
+    if not 1 <= count <= MAX_DEVICES:
+        raise ValueError(f"devices={text!r} has a count outside 1 to {MAX_DEVICES}; use {match[1]}*2, for example")
+    return ["cuda:0" if match[1] == "cuda" else match[1]] * count
 
 
 def _is_present(name: str) -> bool:

@@ -178,7 +178,7 @@ def test_auto_is_every_gpu_or_one_cpu() -> None:
     assert DevicePlan(devices=("",)).resolve() == expected
 
 
-@pytest.mark.parametrize("text", ["cuda:90,cuda:91", "cuda:90*2", "nonsense,cpu*0"])
+@pytest.mark.parametrize("text", ["cuda:90,cuda:91", "cuda:90*2", "mps,xpu:0"])
 def test_absent_devices_fall_back_with_one_warning_that_names_both_counts(text: str, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING):
         assert DevicePlan(devices=(text,)).resolve() == ("cpu",)
@@ -191,3 +191,21 @@ def test_present_devices_stay_when_others_are_absent(caplog: Any) -> None:
     with caplog.at_level(logging.WARNING):
         assert DevicePlan(devices=("cpu*2,cuda:90",)).resolve() == ("cpu", "cpu")
     assert "3 asked for, 2 present (not cuda:90)" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["tpu,cpu", "x", "nonsense", "cpu*-1", "cpu,cuda:x"])
+def test_a_word_that_is_no_device_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"devices='.*' is no device; use auto, cpu, cpu\*4 or cuda:0"):
+        DevicePlan(devices=(text,)).resolve()
+
+
+@pytest.mark.parametrize("text", ["cpu*0", "cpu*65", "cpu*100000", "cuda:0*0"])
+def test_a_count_outside_the_bounds_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="has a count outside 1 to 64"):
+        DevicePlan(devices=(text,)).resolve()
+
+
+def test_more_devices_than_the_bound_are_refused_in_all() -> None:
+    assert DevicePlan(devices=("cpu*64",)).resolve() == ("cpu",) * 64
+    with pytest.raises(ValueError, match="are 65, above 64"):
+        DevicePlan(devices=("cpu*64", "cpu")).resolve()

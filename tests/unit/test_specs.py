@@ -95,3 +95,32 @@ def test_a_prompt_holds_until_the_next_one() -> None:
 def test_what_cannot_work_is_refused_by_name(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
+
+
+@pytest.mark.parametrize("frames", [100_001, 9999999999999999999999])
+def test_a_length_above_the_bound_is_refused(frames: int) -> None:
+    assert VideoShape(width=64, height=64, latent_frames=100_000).latent_frames == 100_000
+    with pytest.raises(ValueError, match=f"latent_frames={frames} is above 100000"):
+        VideoShape(width=64, height=64, latent_frames=frames)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fps", "message"),
+    [
+        (1e308, 16.0, "seconds=1e.308 is above"),
+        (1e18, 16.0, "seconds=1e.18 is above"),
+        (5.0, float("inf"), "fps=inf is outside"),
+        (5.0, float("nan"), "fps=nan is outside"),
+        (5.0, 0.0, "fps=0.0 is outside"),
+        (float("inf"), 16.0, "seconds=inf is not"),
+        (float("nan"), 16.0, "seconds=nan is not"),
+        (-1.0, 0.0, "fps=0.0 is outside"),
+    ],
+)
+def test_seconds_and_fps_out_of_bounds_are_refused_by_name(seconds: float, fps: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VideoShape.from_seconds(seconds, width=64, height=64, fps=fps)
+
+
+def test_hardly_any_seconds_are_one_frame() -> None:
+    assert VideoShape.from_seconds(1e-300, width=64, height=64).latent_frames == 1
