@@ -216,6 +216,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def check_port(port: int) -> None:
+    """Raise ``HostError`` for a port that cannot be, or that another server already answers on."""
+    if not 1 <= port <= 65535:
+        raise HostError(f"port={port} is outside 1 to 65535; use --port 0 for a free one")
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise HostError(f"port={port} is in use by another server; stop it, or use --port 0 for a free one")
+
+
 def has_gpu() -> bool:
     """Whether the NVIDIA driver lists a GPU."""
     if shutil.which("nvidia-smi") is None:
@@ -270,6 +280,7 @@ class Server:
 
     def __enter__(self) -> "Server":
         self.port = self.port or free_port()
+        check_port(self.port)
         self.log = (self.data or self.host.root / ".comfyui") / "server.log"
         self.make_folders()
         with self.log.open("wb") as log:
@@ -338,8 +349,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _keep_open(server: Server) -> None:
-    print(f"the editor is open at {server.url} (Ctrl-C ends it)", flush=True)
+def open_line(url: str, workflow: Path | None) -> str:
+    """Say where the editor is and, after a run, where in it to find the workflow that ran."""
+    line = f"the editor is open at {url} (Ctrl-C ends it)"
+    if workflow is None:
+        return line
+    if workflow.resolve().parent == ROOT / "workflows":
+        return f"{line}; the workflow that ran is {workflow.stem} in the template browser, under Extensions"
+    return f"{line}; the workflow that ran is {workflow}, opened with Workflow menu > Open"
+
+
+def _keep_open(server: Server, *, workflow: Path | None = None) -> None:
+    print(open_line(server.url, workflow), flush=True)
     assert server.process is not None
     try:
         server.process.wait()
@@ -361,7 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.command == "run":
                 run_file(server.url, options.workflow, output=server.output, prompt=options.prompt, seed=options.seed)
             if options.command == "serve" or options.serve:
-                _keep_open(server)
+                _keep_open(server, workflow=options.workflow if options.command == "run" else None)
     except (HostError, RunError) as error:
         _say(str(error))
         return 1
