@@ -14,10 +14,12 @@ from ..graph.schedules import SCHEDULES, build_graph, spec_for
 from ..graph.task import Slot, TaskGraph
 from ..kv_policy import KV_POLICIES, policy_named
 from ..model.config import EMBEDDED, MODELS, WanConfig
-from ..specs import AnchorPlan, History, RolloutSpec, VideoShape
+from ..specs import MAX_DEVICES, AnchorPlan, History, RolloutSpec, VideoShape
 
 RESOLUTIONS = {"480p": (832, 480), "720p": (1280, 720), "128x192": (192, 128)}
 """Name -> (width, height); the last is the embedded model's, named height first as in the benchmarks."""
+PRECISIONS = ("fp32", "bf16", "fp8")
+SIZES_SHOWN = "480p, 720p, 192x128 (the embedded model's) or another WIDTHxHEIGHT"
 GIB = 2**30
 
 
@@ -32,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", default="interleaved", help=f"one of: auto, {', '.join(LAYOUTS)} (interleaved)")
     parser.add_argument("--order", default="latency", help=f"one of: {', '.join(ORDERS)} (latency)")
     parser.add_argument("--model", default="1.3B", help=f"one of: {', '.join(MODELS)} (1.3B)")
-    parser.add_argument("--resolution", help="480p, 720p, 128x192 (embedded) or WIDTHxHEIGHT in pixels")
+    parser.add_argument("--resolution", help=f"{SIZES_SHOWN} in pixels")
     parser.add_argument("--chunk-frames", type=int, default=3, metavar="N", help="latent frames of a chunk (3)")
     parser.add_argument("--history", type=int, default=5, metavar="N", help="earlier chunks that a chunk reads (5)")
     parser.add_argument("--sink", type=int, default=0, metavar="N", help="latent frames pinned to the start (0)")
@@ -43,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--anchor-stride", type=int, default=10, metavar="N", help="latent frames from anchor to anchor (10)"
     )
     parser.add_argument("--anchor-rule", default="nearest", help=f"one of: {', '.join(RULES)} (nearest)")
-    parser.add_argument("--precision", default="bf16", help="precision of the fitted costs to use (bf16)")
+    parser.add_argument(
+        "--precision", default="bf16", help=f"precision of the fitted costs to use: {', '.join(PRECISIONS)} (bf16)"
+    )
     parser.add_argument("--device-name", help="device of the fitted costs to use, if several have been measured")
     parser.add_argument("--costs", type=Path, metavar="FILE", help="fitted costs (costs.json in the cache folder)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for chrome://tracing or Perfetto")
@@ -56,7 +60,7 @@ def size_of(resolution: str) -> tuple[int, int]:
         return RESOLUTIONS[resolution]
     width, _, height = resolution.partition("x")
     if not (width.isdecimal() and height.isdecimal()):
-        raise ValueError(f"resolution={resolution!r} is no size; use one of {', '.join(RESOLUTIONS)}, or WIDTHxHEIGHT")
+        raise ValueError(f"resolution={resolution!r} is no size; use {SIZES_SHOWN}")
     return int(width), int(height)
 
 
@@ -67,11 +71,12 @@ def _config(args: argparse.Namespace) -> WanConfig:
 
 
 def _resolution(args: argparse.Namespace, config: WanConfig) -> str:
-    """Return the asked or the model's usual resolution; the embedded model has only one."""
-    resolution: str = args.resolution or ("128x192" if config is EMBEDDED else "480p")
-    if config is EMBEDDED and size_of(resolution) != RESOLUTIONS["128x192"]:
-        raise ValueError(f"resolution={resolution!r} does not fit model='embedded'; use 128x192, its only size")
-    return resolution
+    """Return the name, in fitted costs, of the asked or usual resolution; the embedded model has only one."""
+    if config is not EMBEDDED:
+        return str(args.resolution or "480p")
+    if args.resolution and size_of(args.resolution) != RESOLUTIONS["128x192"]:
+        raise ValueError(f"resolution={args.resolution!r} does not fit model='embedded'; use 192x128, its only size")
+    return "128x192"
 
 
 def _spec(args: argparse.Namespace, resolution: str) -> RolloutSpec:
@@ -95,6 +100,12 @@ def _spec(args: argparse.Namespace, resolution: str) -> RolloutSpec:
 
 def _cost(args: argparse.Namespace, resolution: str) -> CostModel | None:
     """Return the fitted costs for this work, or None; several devices' fits raise ``ValueError``."""
+    if args.precision not in PRECISIONS:
+        raise ValueError(f"precision={args.precision!r} is unknown; use one of: {', '.join(PRECISIONS)}")
+    if args.costs and not args.costs.is_file():
+        raise ValueError(
+            f"costs={str(args.costs)!r} is no file; measure with `bench latency --fit`, or leave --costs out"
+        )
     path = args.costs or args.cache_folder / "costs.json"
     device = args.device_name
     if device is None:
@@ -131,8 +142,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the prediction."""
     config = _config(args)
     resolution = _resolution(args, config)
+    if args.devices > MAX_DEVICES:
+        raise ValueError(f"devices={args.devices} is above {MAX_DEVICES}; use devices={MAX_DEVICES} or fewer")
+    spec = _spec(args, resolution)
     graph, placement, timeline = predict(
-        _spec(args, resolution),
+        spec,
         config=config,
         devices=args.devices,
         layout=args.layout,
@@ -150,19 +164,24 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.trace:
         args.trace.write_text(json.dumps(timeline.to_chrome_trace()), encoding="utf-8")
-    print(json.dumps(report) if args.json else table(report))
+    print(json.dumps(report) if args.json else table(report, model=args.model, shape=spec.shape))
     return 0
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: dict[str, Any], *, model: str, shape: VideoShape) -> str:
     """Return the report as lines for people."""
     forwards = ", ".join(
         f"{count} {name.replace('_', ' ')}" for name, count in report["forwards"].items() if name != "total"
     )
     predicted = report["predicted_s"]
-    seconds = "unknown: no fitted costs for this device" if predicted is None else f"{predicted:.2f}"
+    seconds = (
+        "unknown: no fitted costs; measure them with `bench latency --fit`" if predicted is None else f"{predicted:.2f}"
+    )
     peaks = "  ".join(f"{size / GIB:.3f}" for size in report["peak_kv_bytes"])
     rows = [
+        ("model", model),
+        ("resolution", f"{shape.width}x{shape.height}"),
+        ("length", f"{shape.seconds:.2f} s ({shape.latent_frames} latent frames, {shape.fps:g} fps)"),
         ("schedule", report["schedule"]),
         ("layout", report["layout"]),
         ("rounds", str(report["rounds"])),

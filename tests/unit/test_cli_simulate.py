@@ -28,8 +28,10 @@ def report(*words: str) -> dict[str, object]:
 
 
 def test_the_report_needs_the_standard_library_only_and_has_the_contract_s_fields(tmp_path: Path) -> None:
+    none = tmp_path / "none.json"
+    none.write_text('{"fits": []}')
     frame = 2 * 30 * 1536 * 1560 * 2  # keys and values, blocks, width, tokens, bytes of bf16
-    assert report("--latent-frames", "81", "--devices", "4", "--costs", str(tmp_path / "none.json")) == {
+    assert report("--latent-frames", "81", "--devices", "4", "--costs", str(none)) == {
         "schedule": "flashforward",
         "layout": "interleaved",
         "rounds": 37,
@@ -63,6 +65,25 @@ def test_the_table_is_for_people() -> None:
     assert "0 renderer commit" in done.stdout
 
 
+def test_the_table_says_what_was_asked_and_how_to_get_seconds(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text('{"fits": []}')
+    done = command("simulate", "--model", "embedded", "--seconds", "5", "--costs", str(tmp_path / "costs.json"))
+    lines = dict(line.split("  ", 1) for line in done.stdout.splitlines())
+    shown = {name.strip(): value.strip() for name, value in lines.items()}
+    assert (shown["model"], shown["resolution"]) == ("embedded", "192x128")
+    assert shown["length"] == "5.06 s (21 latent frames, 16 fps)"
+    assert "bench latency --fit" in shown["predicted seconds"]
+
+
+@pytest.mark.parametrize("resolution", ["192x128", "128x192"])
+def test_the_embedded_model_s_fit_is_found_by_either_order(tmp_path: Path, resolution: str) -> None:
+    costs = tmp_path / "costs.json"
+    key = CostKey(device="CPU", model="embedded", resolution="128x192", precision="bf16")
+    save_cost(costs, key=key, cost=CostModel(forward_s=0.05))
+    found = report("--model", "embedded", "--resolution", resolution, "--costs", str(costs))
+    assert found["predicted_s"] == pytest.approx(123 * 0.05)
+
+
 def test_a_fit_gives_seconds(tmp_path: Path) -> None:
     costs = tmp_path / "costs.json"
     key = CostKey(device="H200", model="1.3B", resolution="480p", precision="bf16")
@@ -88,12 +109,18 @@ def test_a_trace_is_written(tmp_path: Path) -> None:
     [
         (["--latent-frames", "0"], "latent_frames=0 is below 1"),
         (["--devices", "0"], "devices=0 is below 1"),
+        (["--devices", "99999999999"], "devices=99999999999 is above 64"),
+        (["--latent-frames", "9999999999999999999999"], "is above 100000"),
+        (["--seconds", "1e308"], "seconds=1e+308 is above"),
+        (["--fps", "inf", "--seconds", "5"], "fps=inf is outside"),
+        (["--precision", "x"], "precision='x' is unknown; use one of: fp32, bf16, fp8"),
+        (["--costs", "no/such/costs.json"], "costs='no/such/costs.json' is no file"),
         (["--schedule", "fast"], "schedule='fast' is unknown"),
         (["--layout", "fast"], "layout='fast' is unknown"),
         (["--model", "2B"], "model='2B' is unknown; use one of: embedded, 1.3B, 14B"),
         (["--resolution", "big"], "resolution='big' is no size"),
         (["--resolution", "100x96"], "width=100 is not a positive multiple of 16; use width=96"),
-        (["--model", "embedded", "--resolution", "480p"], "does not fit model='embedded'; use 128x192"),
+        (["--model", "embedded", "--resolution", "480p"], "does not fit model='embedded'; use 192x128"),
         (["--anchor-stride", "0"], "anchor_stride=0 is below 1"),
         (["--anchor-rule", "first"], "anchor_rule='first' is unknown"),
         (["--history", "0", "--schedule", "hiar"], "history=0 reads nothing"),
