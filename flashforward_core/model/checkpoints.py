@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import MODELS, WanConfig, refuse_other_models
+from .config import MODELS, MOST_LAYERS, WanConfig, refuse_other_models
 from .files import read_json
 from .formats import FILE_SUFFIXES, read_shards, read_state
 from .fp8 import Fp8Linear, dequantise, hold_fp8, is_fp8, quantise, split_scales
@@ -72,6 +72,10 @@ def refuse(tensors: Mapping[str, Tensor], *, source: str) -> None:
     if patch is None or patch.ndim != 5:
         some = ", ".join(sorted(tensors)[:3]) or "no tensors"
         raise ValueError(f"{source} is no Wan transformer: expected patch_embedding.weight, found {some}")
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            kind = "without data" if tensor.is_meta else f"as {tensor.layout}"
+            raise ValueError(f"{source}: {name} is stored {kind}; expected a dense tensor, save it with .to_dense()")
     image = any("img_emb" in n or "image_embedder" in n or "k_img" in n or "add_k_proj" in n for n in tensors)
     try:
         refuse_other_models(channels=patch.shape[1], image=image, vace=any("vace" in name for name in tensors))
@@ -94,14 +98,14 @@ def infer_config(tensors: Mapping[str, Tensor], *, num_heads: int | None = None)
     """
     try:
         dim = tensors["patch_embedding.weight"].shape[0]
-        ffn_dim = tensors["blocks.0.ffn.net.0.proj.weight"].shape[0]
-        text_dim = tensors["condition_embedder.text_embedder.linear_1.weight"].shape[1]
-        freq_dim = tensors["condition_embedder.time_embedder.linear_1.weight"].shape[1]
+        ffn_dim = _matrix(tensors, "blocks.0.ffn.net.0.proj.weight").shape[0]
+        text_dim = _matrix(tensors, "condition_embedder.text_embedder.linear_1.weight").shape[1]
+        freq_dim = _matrix(tensors, "condition_embedder.time_embedder.linear_1.weight").shape[1]
     except KeyError as error:
         raise ValueError(
             f"the checkpoint has no tensor {error}; is the file complete, and a Wan transformer?"
         ) from None
-    num_layers = 1 + max(int(match[1]) for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name)))
+    num_layers = _count_blocks(tensors)
     for known in MODELS.values():
         same = (known.dim, known.ffn_dim, known.num_layers) == (dim, ffn_dim, num_layers)
         if same and num_heads in (None, known.num_heads):
@@ -120,6 +124,25 @@ def infer_config(tensors: Mapping[str, Tensor], *, num_heads: int | None = None)
         text_dim=text_dim,
         freq_dim=freq_dim,
     )
+
+
+def _matrix(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    tensor = tensors[name]
+    if tensor.ndim != 2:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected a matrix, use a Wan 2.1 file")
+    return tensor
+
+
+def _count_blocks(tensors: Mapping[str, Tensor]) -> int:
+    """Return how many blocks there are; a gap in their numbers raises ``ValueError``."""
+    numbers = {match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))}
+    odd = numbers - {str(number) for number in range(min(len(numbers), MOST_LAYERS))}
+    if odd:
+        raise ValueError(
+            f"the checkpoint has {len(numbers)} blocks, one of them blocks.{min(odd)[:20]}; expected blocks.0 up "
+            f"without a gap, {MOST_LAYERS} at most; is the file complete?"
+        )
+    return len(numbers)
 
 
 def build_transformer(
@@ -274,4 +297,6 @@ def read_config(path: Path) -> WanConfig:
         config = WanConfig.from_diffusers(found)
     except KeyError as error:
         raise ValueError(f"{path} has no field {error}; expected a diffusers WanTransformer3DModel config") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return next((known for known in MODELS.values() if replace(config, name=known.name) == known), config)

@@ -1,11 +1,14 @@
 """Sizes of the Wan transformers that the engine runs. Nothing here imports torch: the simulator reads it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 PATCH = (1, 2, 2)  # latent frames, rows and columns per token; every Wan 2.1 model
 ROPE_THETA = 10_000.0
+MOST_LAYERS = 1000
+LARGEST = 1 << 20  # no width or count of a model that exists comes near it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,22 +93,38 @@ class WanConfig:
             image=config.get("image_dim") is not None or config.get("added_kv_proj_dim") is not None,
             vace="vace_layers" in config,
         )
-        patch = tuple(config.get("patch_size", PATCH))
-        if patch != PATCH:
+        patch = config.get("patch_size", PATCH)
+        if not isinstance(patch, list | tuple) or tuple(patch) != PATCH:
             raise ValueError(f"backbone has patch_size={patch}; use a Wan 2.1 model, whose patch_size is {PATCH}")
-        heads = config["num_attention_heads"]
+        heads = whole(config, "num_attention_heads")
         return cls(
             name=name,
-            dim=heads * config["attention_head_dim"],
-            ffn_dim=config["ffn_dim"],
+            dim=heads * whole(config, "attention_head_dim"),
+            ffn_dim=whole(config, "ffn_dim"),
             num_heads=heads,
-            num_layers=config["num_layers"],
-            text_dim=config["text_dim"],
-            text_len=config.get("text_len", 512),
-            freq_dim=config["freq_dim"],
+            num_layers=whole(config, "num_layers", most=MOST_LAYERS),
+            text_dim=whole(config, "text_dim"),
+            text_len=whole({"text_len": 512, **config}, "text_len"),
+            freq_dim=whole(config, "freq_dim"),
             channels=config["in_channels"],
-            eps=config["eps"],
+            eps=number(config, "eps"),
         )
+
+
+def whole(config: Mapping[str, Any], name: str, *, most: int = LARGEST) -> int:
+    """Read a whole number from 1 to ``most``; anything else raises ``ValueError``, a missing one ``KeyError``."""
+    found = config[name]
+    if type(found) is not int or not 1 <= found <= most:
+        raise ValueError(f"{name}={found!r:.40} is no whole number from 1 to {most}; restore the model's own config")
+    return found
+
+
+def number(config: Mapping[str, Any], name: str) -> float:
+    """Read a finite number above 0; anything else raises ``ValueError``, a missing one ``KeyError``."""
+    found = config[name]
+    if type(found) not in (int, float) or not 0 < found < math.inf:
+        raise ValueError(f"{name}={found!r:.40} is no finite number above 0; restore the model's own config")
+    return float(found)
 
 
 def refuse_other_models(*, channels: int, image: bool, vace: bool) -> None:

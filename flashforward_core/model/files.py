@@ -22,9 +22,10 @@ def require(path: Path, *, what: str) -> Path:
 
 def read_json(path: Path, *, what: str) -> dict[str, Any]:
     """Read a JSON object; anything else raises ``ValueError`` naming the file."""
+    require(path, what=what)
     try:
-        found = json.loads(require(path, what=what).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:  # no JSON, no text, nested without end, a folder
         raise ValueError(f"{path} is not {what}: it is no JSON ({error})") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} is not {what}: expected a JSON object, found a {type(found).__name__}")

@@ -78,6 +78,11 @@ def read_shards(folder: Path, *, what: str) -> tuple[dict[str, Tensor], tuple[Pa
     listed = read_json(index, what=f"the index of {what}").get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{index} has no weight_map, so it is not the index of {what}")
+    for name in listed.values():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(SAFETENSORS):
+            raise ValueError(
+                f"{index}: weight_map has {name!r}; expected the bare name of a .safetensors file beside it"
+            )
     shards = tuple(folder / name for name in sorted(set(listed.values())))
     tensors: dict[str, Tensor] = {}
     for shard in shards:

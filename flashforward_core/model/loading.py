@@ -1,18 +1,20 @@
 """Files to a Backbone: the embedded model that the package carries, with errors that name the file."""
 
+import logging
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..graph.task import Role
 from .adapters import apply_lora
 from .checkpoints import check_shapes, checkpoint_files, load_checkpoint, load_transformer
-from .config import WanConfig
-from .files import fingerprint, quick_fingerprint, read_json, read_tensors
+from .config import WanConfig, whole
+from .files import fingerprint, quick_fingerprint, read_json, read_tensors, require
 from .formats import WEIGHTS
 from .lora import is_role_lora, load_role_lora, read_role_row, set_role_row
 from .presets import Choice, choose_preset
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
 
     from .text import ByteT5Encoder
+
+logger = logging.getLogger(__name__)
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 EMBEDDED_SIZE = (192, 128)  # width, height: the only one that the embedded model was trained on
@@ -45,10 +49,11 @@ def load_embedded(
     folder = assets or ASSETS
     with torch.inference_mode(False), torch.no_grad():  # a lane's thread must be able to use the weights
         model = load_transformer(folder / "transformer", dtype=dtype, device=device)
-        for role in Role:
-            lora = folder / f"{role}_lora.safetensors"
-            if lora.exists():
-                load_role_lora(model, lora, role=role)
+        loras = _role_files(folder)
+        for role, lora in loras.items():
+            load_role_lora(model, lora, role=role)
+        if not loras:
+            logger.warning("%s has no role LoRAs: planner and renderer are the same model", folder)
         text_encoder = load_text_encoder(folder / "text_encoder", device=device)
         _check_text(folder, model.config, text_encoder)
         return Backbone(
@@ -137,7 +142,15 @@ def asset_files(folder: Path) -> list[Path]:
     """Return the files that decide what the embedded model computes."""
     parts = ("transformer", "vae", "text_encoder")
     inside = [path for part in parts for path in sorted((folder / part).iterdir()) if path.is_file()]
-    return inside + [path for role in Role if (path := folder / f"{role}_lora.safetensors").exists()]
+    return inside + list(_role_files(folder).values())
+
+
+def _role_files(folder: Path) -> dict[Role, Path]:
+    """Return both roles' LoRAs. Only a folder of another model than the package's may do without them."""
+    files = {role: folder / f"{role}_lora.safetensors" for role in Role}
+    if folder.resolve() != ASSETS and not any(path.exists() for path in files.values()):
+        return {}
+    return {role: require(path, what=f"the {role}'s LoRA of the embedded model") for role, path in files.items()}
 
 
 def load_vae(
@@ -152,11 +165,40 @@ def load_vae(
         raise ValueError(f"{folder / 'config.json'} has z_dim={config.get('z_dim')}; expected a 16-channel Wan VAE")
     path = folder / f"{WEIGHTS}.safetensors"
     tensors, _ = read_tensors(path, what="the autoencoder's weights")
-    with init_empty_weights():
-        vae = AutoencoderKLWan.from_config(config)
+    _check_vae(config, source=folder / "config.json")
+    try:
+        with init_empty_weights():
+            vae = AutoencoderKLWan.from_config(config)
+    except Exception as error:  # a foreign setting fails in any way
+        message = f"{folder / 'config.json'} makes no autoencoder ({error}); restore the model's own config"
+        raise ValueError(message) from error
     check_shapes(tensors, vae.state_dict(), source=str(path))
     vae.load_state_dict({name: tensor.to(device, dtype) for name, tensor in tensors.items()}, assign=True)
     return vae.requires_grad_(False).eval()
+
+
+def _check_vae(config: Mapping[str, Any], *, source: Path) -> None:
+    """Refuse settings that would decode to nothing, or fail far from here."""
+    try:
+        whole({"base_dim": 96, **config}, "base_dim")
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+    mult = config.get("dim_mult", [1, 2, 4, 4])
+    if not (isinstance(mult, list) and mult and all(type(m) is int and 1 <= m <= 64 for m in mult)):
+        raise ValueError(f"{source}: dim_mult={mult!r:.40} is no list of whole numbers; restore the model's own config")
+    for name in ("latents_mean", "latents_std"):
+        if name not in config:
+            continue  # diffusers knows Wan's
+        found = config[name]
+        fine = isinstance(found, list) and len(found) == config["z_dim"]
+        odd = [v for v in found if type(v) not in (int, float) or not math.isfinite(v)] if fine else [found]
+        odd += [v for v in found if v <= 0] if not odd and name == "latents_std" else []
+        if odd:
+            above = " above 0" if name == "latents_std" else ""
+            raise ValueError(
+                f"{source}: {name} has {odd[0]!r:.40}; expected {config['z_dim']} finite numbers{above}, restore the "
+                "model's own config"
+            )
 
 
 def load_text_encoder(folder: Path, *, device: torch.device | str = "cpu") -> "ByteT5Encoder":

@@ -12,6 +12,7 @@ WHOLE = "model.diffusion_model."
 """Prefix in a checkpoint that holds text encoder and autoencoder too, which are left out then."""
 PREFIXES = (WHOLE, "diffusion_model.", "model.", "module.", "generator.", "transformer.")
 INFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+DEEPEST = 8  # wrappers in wrappers; a file may hold itself
 ROLE_ROWS = "role_embedding.weight"
 
 BLOCK_NAMES = {
@@ -55,10 +56,10 @@ class Unwrapped:
 def unwrap(state: Mapping[str, Any], *, wrappers: tuple[str, ...] = WRAPPERS) -> Unwrapped:
     """Take the tensors out of trainers' dicts and strip the prefixes of their names."""
     path = []
-    while found := next((w for w in wrappers if isinstance(state.get(w), Mapping)), None):
+    while len(path) < DEEPEST and (found := next((w for w in wrappers if isinstance(state.get(w), Mapping)), None)):
         state = state[found]
         path.append(found)
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, Tensor)}
     whole = {name: value for name, value in tensors.items() if name.startswith(WHOLE)}
     kept, seen = {}, set()
     for name, value in (whole or tensors).items():

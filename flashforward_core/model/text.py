@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .config import whole
+
 logger = logging.getLogger(__name__)
 
 PAD, END = 0, 1
@@ -40,9 +42,8 @@ class TextConfig:
     """Rows of a prompt embedding: bytes of the longest prompt, plus one end mark."""
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < 1:
-                raise ValueError(f"{name}={value} is below 1; use a positive {name}")
+        for name in asdict(self):
+            whole(asdict(self), name)
 
 
 def byte_ids(prompts: Sequence[str], text_len: int) -> tuple[Tensor, Tensor]:
@@ -116,9 +117,15 @@ class ByteT5Encoder(nn.Module):
         missing = [name for name in TextConfig.__dataclass_fields__ if name not in data]
         if missing:
             raise ValueError(f"{folder / CONFIG_FILE} lacks {', '.join(missing)}; it is no byte-level text encoder")
-        encoder = cls(TextConfig(**{name: data[name] for name in TextConfig.__dataclass_fields__}))
+        try:
+            encoder = cls(TextConfig(**{name: data[name] for name in TextConfig.__dataclass_fields__}))
+        except ValueError as error:
+            raise ValueError(f"{folder / CONFIG_FILE}: {error}") from None
         weights = load_file(folder / WEIGHTS_FILE)
-        absent, unknown = encoder.t5.load_state_dict(weights, strict=False)
+        try:
+            absent, unknown = encoder.t5.load_state_dict(weights, strict=False)
+        except RuntimeError:  # misshapen tensors
+            absent, unknown = [], ["shapes"]
         if unknown or [name for name in absent if not _is_tied(name)]:
             raise ValueError(f"{folder / WEIGHTS_FILE} does not fit its {CONFIG_FILE}; take both from one model")
         return encoder.eval()

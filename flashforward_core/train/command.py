@@ -246,6 +246,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="run eagerly")
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what a step would only find out after minutes, or not at all."""
+    if not args.lr < math.inf:
+        raise ValueError(f"lr={args.lr} is not finite; use lr={STEPS[args.step].lr}")
+    if args.scenes < 1:
+        raise ValueError(f"scenes={args.scenes} is below 1; use scenes=4096")
+    if not args.max_s > 0:
+        raise ValueError(f"max_s={args.max_s} is not above 0; leave it out for no limit")
+    if args.init is not None and not args.init.exists():
+        raise ValueError(f"init={args.init} is missing; name existing weights or leave it out")
+    needed = {
+        "vae": {},
+        "base": {"vae/config.json": "vae"},
+        "sft": {"vae/config.json": "vae"} | ({"base.pt": "base"} if args.init is None else {}),
+        "distill": {"vae/config.json": "vae", "base.pt": "base"} | ({"sft.pt": "sft"} if args.init is None else {}),
+    }
+    for name, step in needed[args.step].items():
+        if not (args.out / name).is_file():
+            raise ValueError(f"{args.out / name} is missing; run first: train {step} --out {args.out}")
+
+
 def run(args: argparse.Namespace) -> int:
     """Run one training step."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -256,6 +277,7 @@ def run(args: argparse.Namespace) -> int:
             setattr(args, name, getattr(step, name))
         if getattr(args, name) <= 0:
             raise ValueError(f"{name}={getattr(args, name)} is not above 0; use {name}={getattr(step, name)}")
+    _check(args)
     torch.manual_seed(args.seed)
     if torch.cuda.is_available():
         torch.backends.cuda.matmul.allow_tf32 = True

@@ -111,5 +111,5 @@ def test_importing_the_module_is_quiet_and_does_not_import_transformers() -> Non
 
 
 def test_sizes_that_cannot_work_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="text_len=0 is below 1"):
+    with pytest.raises(ValueError, match="text_len=0 is no whole number from 1"):
         TextConfig(text_len=0)
