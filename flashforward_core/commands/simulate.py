@@ -108,8 +108,13 @@ def _cost(args: argparse.Namespace, resolution: str) -> CostModel | None:
         )
     path = args.costs or args.cache_folder / "costs.json"
     device = args.device_name
+    devices = fitted_devices(path, model=args.model, resolution=resolution, precision=args.precision)
+    if device is not None and device not in devices:
+        known = ", ".join(devices) or "none"
+        raise ValueError(
+            f"device_name={device!r} has no fitted costs for this work (these have: {known}); leave it out"
+        )
     if device is None:
-        devices = fitted_devices(path, model=args.model, resolution=resolution, precision=args.precision)
         if len(devices) > 1:
             raise ValueError(f"device_name is not given, but {path} has several: {', '.join(devices)}; choose one")
         if not devices:

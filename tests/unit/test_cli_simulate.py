@@ -97,6 +97,8 @@ def test_a_fit_gives_seconds(tmp_path: Path) -> None:
     )
     assert "several: H200, B200" in command("simulate", "--costs", str(costs)).stderr
     assert report("--costs", str(costs), "--device-name", "B200")["predicted_s"] == pytest.approx(123)
+    refused = command("simulate", "--costs", str(costs), "--device-name", "x")
+    assert (refused.returncode, "these have: H200, B200" in refused.stderr) == (2, True)
 
 
 def test_a_trace_is_written(tmp_path: Path) -> None:
