@@ -2,11 +2,17 @@
 
 While it runs the writer fills a fragmented MP4 beside the target (``clip.partial.mp4``), because that stays playable
 whatever happens. Closing copies its packets, unchanged, into a file with its index in front and renames that to the
-target, which therefore never exists half-written. Frames are [F, H, W, 3] uint8 RGB; F H W are frames, height, width.
+target, which therefore never exists half-written. No other file that was there before is touched: where one has the
+partial file's name, that becomes ``clip.partial-2.mp4``, and so on. Frames are [F, H, W, 3] uint8 RGB; F H W are
+frames, height, width.
 """
 
+import contextlib
+import itertools
 import logging
+import signal
 import struct
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -53,7 +59,7 @@ class VideoWriter:
         """
         _check_settings(width=width, height=height, fps=fps, crf=crf)
         self.path = Path(path)
-        self.partial_path = self.path.with_name(f"{self.path.stem}.partial.mp4")
+        self.partial_path = _new_file(self.path, "partial")
         self.frames = 0
         self._size = (height, width, 3)
         self._container = av.open(str(self.partial_path), "w", format="mp4", options=FRAGMENTED)
@@ -72,8 +78,9 @@ class VideoWriter:
         for rgb in frames_FHWC:
             frame = _to_yuv709(rgb)
             frame.pts, frame.time_base = self.frames, self._stream.codec_context.time_base
-            self._container.mux(self._stream.encode(frame))
-            self.frames += 1
+            with _uninterrupted():  # later frames refer to this one, so its packet must not get lost
+                self._container.mux(self._stream.encode(frame))
+                self.frames += 1
 
     def close(self) -> None:
         """Finish the file: its index in front, at its own name. A second call does nothing."""
@@ -115,13 +122,14 @@ class VideoWriter:
         """Write what the encoder still holds; the file is closed even when that fails. Once only."""
         if self._container is None:
             return
-        container, self._container = self._container, None
-        with container:
-            if self.frames:
-                container.mux(self._stream.encode(None))
+        with _uninterrupted():
+            container, self._container = self._container, None
+            with container:
+                if self.frames:
+                    container.mux(self._stream.encode(None))
 
     def _publish(self) -> None:
-        finished = self.path.with_name(f"{self.path.stem}.finished.mp4")
+        finished = _new_file(self.path, "finished")
         try:
             _copy_packets(self.partial_path, finished, metadata=self._metadata)
             finished.replace(self.path)
@@ -185,14 +193,48 @@ def read_frames(path: str | Path, *, chunk: int = 1) -> Iterator[np.ndarray]:
             yield np.stack(held)
 
 
+def check_crf(crf: int) -> None:
+    """Raise ``ValueError`` for a quality that x264 does not know."""
+    if not 0 <= crf <= 51:
+        raise ValueError(f"crf={crf} is outside 0 to 51; use crf=17")
+
+
+def _new_file(target: Path, kind: str) -> Path:
+    """Create an empty file beside ``target`` that no one else has: ``clip.kind.mp4``, ``clip.kind-2.mp4``, …"""
+    for number in itertools.count(1):
+        path = target.with_name(f"{target.stem}.{kind}{'' if number == 1 else f'-{number}'}.mp4")
+        with contextlib.suppress(FileExistsError):
+            path.open("xb").close()
+            return path
+    raise AssertionError("unreachable")
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let the handlers of ctrl-C and SIGTERM run only after the block. Other threads than the main one run none."""
+    arrived: list[int] = []
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda number, _: arrived.append(number))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if arrived:
+            handlers[arrived[0]](arrived[0], None)
+
+
 def _check_settings(*, width: int, height: int, fps: float | Fraction, crf: int) -> None:
     for name, value in (("width", width), ("height", height)):
         if value < 2 or value % 2:
             raise ValueError(f"{name}={value} is not a positive even number, as yuv420p needs; use {value + value % 2}")
     if not 0 < fps <= 240:
         raise ValueError(f"fps={fps} is outside (0, 240]; Wan models are made for fps=16")
-    if not 0 <= crf <= 51:
-        raise ValueError(f"crf={crf} is outside 0 to 51; use crf=17")
+    check_crf(crf)
 
 
 def _as_fraction(fps: float | Fraction) -> Fraction:

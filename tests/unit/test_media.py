@@ -1,6 +1,7 @@
 """Video files: what is written is read back, and nothing half-written ever has the target's name."""
 
 import contextlib
+import signal
 import struct
 import subprocess
 import sys
@@ -219,3 +220,61 @@ def test_a_file_without_video_names_itself(tmp_path: Path) -> None:
         container.mux(stream.encode(sound))
     with pytest.raises(ValueError, match=r"a\.wav holds no video"):
         probe(tmp_path / "a.wav")
+
+
+@pytest.mark.parametrize("call", ["encode", "mux"])
+def test_control_c_during_the_last_flush_keeps_every_frame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    writer = VideoWriter(tmp_path / "clip.mp4", width=WIDTH, height=HEIGHT, fps=16)
+    writer.write(clip(20))
+    inner = writer._stream if call == "encode" else writer._container
+
+    class Interrupted:
+        """Gets ctrl-C just after (encode) or before (mux) the call."""
+
+        def __enter__(self) -> "Interrupted":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            inner.close()
+
+        def encode(self, frame: object) -> object:
+            packets = inner.encode(frame)
+            signal.raise_signal(signal.SIGINT)
+            return packets
+
+        def mux(self, packets: object) -> None:
+            signal.raise_signal(signal.SIGINT)
+            inner.mux(packets)
+
+    monkeypatch.setattr(writer, "_stream" if call == "encode" else "_container", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        writer.close()
+    assert [file.name for file in tmp_path.iterdir()] == ["clip.partial.mp4"]
+    assert sum(len(frames) for frames in read_frames(writer.partial_path)) == 20
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_two_writers_of_one_path_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "clip.mp4"
+    first = VideoWriter(path, width=WIDTH, height=HEIGHT, fps=16)
+    second = VideoWriter(path, width=WIDTH, height=HEIGHT, fps=16)
+    for _ in range(40):  # more than the encoder looks ahead, so that both files have begun
+        first.write(patches((255, 0, 0)))
+        second.write(patches((0, 0, 255), frames=2))
+    first.close()
+    assert probe(path).frames == 120
+    second.close()
+    frames = np.concatenate(list(read_frames(path)))
+    assert len(frames) == 80 and frames[..., 2].mean() > 200 > 50 > frames[..., 0].mean()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_with_the_names_it_would_use_are_left_alone(tmp_path: Path) -> None:
+    mine = [tmp_path / "clip.partial.mp4", tmp_path / "clip.finished.mp4"]
+    for file in mine:
+        file.write_bytes(b"mine")
+    save(tmp_path / "clip.mp4", clip(3))
+    assert [file.read_bytes() for file in mine] == [b"mine"] * 2
+    assert sorted(tmp_path.iterdir()) == sorted([*mine, tmp_path / "clip.mp4"])
