@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+INTERRUPTED = 130  # what a shell reports for a program that ctrl-C ended
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
@@ -58,13 +60,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = build_parser(chosen).parse_args(words)
         status: int = args.run(args)
+        print(end="", flush=True)  # so that a closed stdout shows here and not when Python ends
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == (__package__ or "").partition(".")[0]:
             raise  # ours: a bug
         return _complain(chosen, f"needs the Python package {error.name!r}; install this project with pip first")
+    except KeyboardInterrupt as error:
+        _complain(chosen, str(error) or "interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has enough of it, such as ``head``
+        _discard_stdout()
+        return 1
     except (ValueError, OSError) as error:
         return _complain(chosen, str(error))
     return status
+
+
+def _discard_stdout() -> None:
+    """Let what is still buffered go nowhere, so that Python does not complain about it at the end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _complain(command: str | None, message: str) -> int:

@@ -1,11 +1,17 @@
 """``render``: a prompt to an mp4 with the embedded model; frames are encoded as they are decoded."""
 
 import argparse
+import contextlib
 import logging
+import os
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,13 +24,13 @@ from ..engine.rollout import RenderResult, render
 from ..graph.anchors import RULES
 from ..graph.schedules import SCHEDULES, spec_for
 from ..kv_policy import KV_POLICIES, policy_named
-from ..media import VideoWriter
+from ..media import VideoWriter, check_crf
 from ..model.loading import EMBEDDED_SIZE, load_embedded
 from ..model.roles import Backbone
 from ..prompts import parse, spans
 from ..specs import AnchorPlan, History, RolloutSpec, VideoShape
 
-INTERRUPTED = 130  # what a shell reports for a program that ctrl-C ended
+LONGEST_NAME = 230  # bytes: file systems take 255, and the partial file's name is longer than the video's
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -126,19 +132,24 @@ def render_to_file(
 ) -> RenderResult:
     """Render, decode and encode at once. Whatever stops it leaves a playable ``out.partial.mp4``, if it has a frame."""
     shape = spec.shape
-    with VideoWriter(out, width=shape.width, height=shape.height, fps=shape.fps, crf=crf) as writer:
+    writer = VideoWriter(out, width=shape.width, height=shape.height, fps=shape.fps, crf=crf)
 
-        def on_event(event: Event) -> None:
-            if isinstance(event, FramesReady):
-                writer.write(event.frames[0].numpy())
-            progress(event)
+    def on_event(event: Event) -> None:
+        if isinstance(event, FramesReady):
+            writer.write(event.frames[0].numpy())
+        progress(event)
 
-        return render(backbone, spec, texts, devices=devices, decode=True, on_event=on_event)
+    try:
+        with writer:
+            return render(backbone, spec, texts, devices=devices, decode=True, on_event=on_event)
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(_left_by(writer)) from error
 
 
 def run(args: argparse.Namespace) -> int:
     """Render the prompt; print the latents' SHA-256 and, last, the video's path."""
     _check_out(args.out)
+    check_crf(args.crf)
     if args.layout != "auto":
         LAYOUTS[args.layout]  # an unknown one raises before anything is loaded
     prompts = parse(args.prompt)
@@ -147,9 +158,8 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     devices = DevicePlan(devices=(args.devices,), layout=args.layout, order=args.order)
     try:
-        result = _render(args, spec, [prompt.text for prompt in prompts], devices)
-    except KeyboardInterrupt:
-        return _interrupted(args.out)
+        with _one_interrupt():
+            result = _render(args, spec, [prompt.text for prompt in prompts], devices)
     except TaskFailed as error:
         if isinstance(error.__cause__, NotFinite | torch.OutOfMemoryError):
             raise ValueError(str(error)) from error  # the user can choose otherwise
@@ -169,15 +179,45 @@ def _render(args: argparse.Namespace, spec: RolloutSpec, prompts: list[str], dev
 def _check_out(out: Path) -> None:
     if out.suffix.lower() != ".mp4":
         raise ValueError(f"out={str(out)!r} does not end in .mp4; use {str(out.with_suffix('.mp4'))!r}")
+    if (size := len(os.fsencode(out.name))) > LONGEST_NAME:
+        raise ValueError(f"out={str(out)!r} has a name of {size} bytes; use at most {LONGEST_NAME}")
     if not out.parent.is_dir():
         raise ValueError(f"out={str(out)!r} is in a folder that does not exist; make {str(out.parent)!r} first")
+    if out.is_dir():
+        raise ValueError(f"out={str(out)!r} is a folder; name a file, such as {str(out / 'clip.mp4')!r}")
+    if not os.access(out.parent, os.W_OK):
+        raise ValueError(f"out={str(out)!r} is in a folder that you may not write to; use another folder")
 
 
-def _interrupted(out: Path) -> int:
-    partial = out.with_name(f"{out.stem}.partial.mp4")
-    print("", file=sys.stderr)
-    if partial.exists():
-        print(f"interrupted; what was finished is in {partial}", file=sys.stderr)
-    else:
-        print("interrupted before the first frame", file=sys.stderr)
-    return INTERRUPTED
+def _left_by(writer: VideoWriter) -> str:
+    if not writer.frames:
+        return "interrupted before the first frame"
+    left = writer.partial_path if writer.partial_path.exists() else writer.path
+    return f"interrupted; what was finished is in {left}"
+
+
+@contextlib.contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """Raise ``KeyboardInterrupt`` at the first ctrl-C or SIGTERM; ignore later ones, so that cleaning up completes."""
+    stopping = False
+
+    def stop(number: int, frame: Any) -> None:
+        nonlocal stopping
+        if stopping:
+            return
+        stopping = True
+        with contextlib.suppress(OSError):
+            os.write(2, b"\nstopping...\n")  # print may be what was interrupted, and cannot be entered twice
+        raise KeyboardInterrupt
+
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: old for number, old in found.items() if old not in (None, signal.SIG_IGN)}
+    try:
+        for number in handlers:
+            signal.signal(number, stop)
+        yield
+    finally:
+        for number, old in handlers.items():
+            signal.signal(number, old)

@@ -4,6 +4,8 @@ import hashlib
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -41,14 +43,17 @@ def test_it_writes_the_video_of_the_library_s_latents(tmp_path: Path, capsys: py
     assert not out.with_name("clip.partial.mp4").exists()
 
 
-def test_control_c_leaves_a_playable_partial_video(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_control_c_leaves_a_playable_partial_video(
+    number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, partial = tmp_path / "clip.mp4", tmp_path / "clip.partial.mp4"
     ended = threading.Event()
 
     def interrupt_after_first_frames() -> None:
         while not ended.is_set():
             if "frames" in capsys.readouterr().err:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), number)
                 return
             time.sleep(0.02)
 
@@ -107,3 +112,55 @@ def test_the_path_is_checked_before_anything_is_loaded(tmp_path: Path, capsys: p
     assert command(tmp_path / "none" / "clip.mp4") == 2
     first, second = capsys.readouterr().err.splitlines()
     assert "clip.mp4" in first and "does not exist" in second
+
+
+def test_more_control_c_while_it_stops_changes_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "clip.mp4"
+    words = ["render", "--prompt", PROMPT, "--out", str(out), "--latent-frames", "60"]
+    run = subprocess.Popen([sys.executable, "-m", "flashforward_core", *words], stderr=subprocess.PIPE, text=True)
+    assert run.stderr is not None
+    said = ""
+    for line in run.stderr:
+        said += line
+        if "frames" in line and "stopping" not in said:
+            for _ in range(5):
+                run.send_signal(signal.SIGINT)
+                time.sleep(0.01)
+    assert run.wait(timeout=60) == 130
+    assert said.count("stopping...") == 1 and "Traceback" not in said
+    assert sum(len(chunk) for chunk in read_frames(tmp_path / "clip.partial.mp4")) >= 9
+
+
+def test_control_c_before_rendering_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("load_embedded", "parse"):
+        monkeypatch.setattr(f"flashforward_core.commands.render.{name}", interrupted)
+        assert command(tmp_path / "clip.mp4") == 130
+        assert capsys.readouterr().err == "flashforward_core render: interrupted\n"
+
+
+def test_a_closed_stdout_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [sys.executable, "-m", "flashforward_core", "simulate"]
+    done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, check=False, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_what_cannot_work_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("flashforward_core.commands.render.load_embedded", lambda *_, **__: pytest.fail("loaded"))
+    (tmp_path / "folder.mp4").mkdir()
+    assert command(tmp_path / "folder.mp4") == 2
+    assert command(tmp_path / ("n" * 250 + ".mp4")) == 2
+    assert command(tmp_path / "clip.mp4", "--crf", "52") == 2
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert command(tmp_path / "clip.mp4") == 2
+    folder, name, crf, access = capsys.readouterr().err.splitlines()
+    assert "is a folder" in folder and "254 bytes" in name and "crf=52" in crf and "may not write" in access
