@@ -265,4 +265,4 @@ def test_the_step_is_part_of_the_training_command(tmp_path: Path, capsys: pytest
     assert main(["train", "distill", "--out", str(tmp_path), "--clips", "0"]) == 2
     assert "clips=0 is not above 0; use clips=8" in capsys.readouterr().err
     assert main(["train", "distill", "--out", str(tmp_path)]) == 2
-    assert "sft.pt" in capsys.readouterr().err  # the step before has not run
+    assert "run first: train vae" in capsys.readouterr().err  # the step before has not run
