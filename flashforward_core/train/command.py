@@ -51,7 +51,7 @@ assert FPS == 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A training step and its defaults, those of the shipped model."""
+    """A training step and its defaults."""
 
     run: Callable[[argparse.Namespace, Accelerator], None]
     steps: int
