@@ -2,31 +2,22 @@
 
 import logging
 import queue
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..graph.task import ForwardTask, Slot, Space, TaskGraph
-from ..kv.bank import BankShape, Home, LaneBanks, Ledger
-from ..kv.pages import kv_slots
-from ..model.attention import resolve_attention
+from ..graph.task import ForwardTask, TaskGraph
 from ..model.roles import Backbone
-from ..model.vae import StreamingDecoder
 from .cost import rounds
-from .events import AnchorBlockReady, ChunkReady, Event, FramesReady, TaskFinished, TaskSpan
-from .forward import FastOptions, Forwarders, kind_of
-from .lanes import CallerLane, Lane, LaneTensor, Signals, open_lanes
-from .ops import OPS, LaneState, RunInputs
+from .events import Event, TaskFinished, TaskSpan
+from .forward import FastOptions
+from .lanes import CallerLane, Signals, open_lanes
+from .ops import RunInputs
 from .placement import Placement
-from .replicas import backbone_on, device_of
-from .reuse import Resume, kept_kv, whole
+from .replicas import device_of
+from .reuse import Resume, whole
+from .run import Launched, Run, RunReport
 from .simulate import run_lanes
-from .transfer import Mark
 
 log = logging.getLogger(__name__)
 
@@ -39,148 +30,9 @@ class TaskFailed(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunReport:
-    """What a finished run tells besides its events."""
-
-    spans: tuple[TaskSpan, ...]
-    """In the order of their starts; lanes as in the placement."""
-    peak_kv_bytes: tuple[int, ...]
-    """Most bytes that each lane's banks had at once."""
-    kept: Mapping[Slot, Tensor]
-    """Pages that were to be kept, on the CPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class _HostPage:
-    """A page from an earlier run, which banks copy as they copy another lane's."""
-
-    page: Tensor
-
-    def home(self, slot: Slot) -> Tensor:
-        return self.page
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Failure:
     task: str
     error: BaseException
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Launched:
-    """A task that its device has been asked for."""
-
-    task: ForwardTask
-    lane: int
-    start: Mark
-    end: Mark
-    checks: Sequence[Callable[[], None]]
-    ready: Sequence[Event]
-
-
-class _Run:
-    """One rollout under way: its slots, its banks, and what has finished."""
-
-    def __init__(
-        self,
-        resume: Resume,
-        inputs: RunInputs,
-        backbone: Backbone,
-        *,
-        lanes: Sequence[Lane],
-        poison: bool,
-        fast: FastOptions = FastOptions(),  # noqa: B008 (frozen)
-    ) -> None:
-        self.graph = graph = resume.graph
-        self.inputs = inputs
-        self.keep = resume.keep
-        self.kept: dict[Slot, Tensor] = {}
-        plan = resume.pages
-        self.ledger = Ledger(graph.tasks, plan)
-        self.values: dict[Slot, LaneTensor] = {}
-        self.homes: dict[Slot, Home] = {slot: _HostPage(page) for slot, page in resume.kv.items()}
-        self.marks: dict[str, Mark] = {}
-        self.lane_of: dict[str, int] = {}
-        self.began = time.perf_counter()
-        shape = bank_shape(backbone, inputs)
-        prompts = {task: inputs.spec.prompt_at(inputs.frames_of(task)[0]) for task in graph.tasks if task.is_forward}
-        uses = [kind_of(task, plan.views[task.id], prompt=prompt) for task, prompt in prompts.items()]
-        forwarders = Forwarders(fast, uses=uses, devices=[lane.device for lane in lanes])
-        devices: dict[torch.device, Backbone] = {}
-        self.states: list[LaneState] = []
-        for lane in lanes:
-            if lane.device not in devices:
-                devices[lane.device] = backbone_on(backbone, lane.device)
-            local = devices[lane.device]
-            banks = LaneBanks(
-                plan, shape=shape, ledger=self.ledger, device=lane.device, poison=poison, copy=lane.ops.copy
-            )
-            attention = resolve_attention(backbone.attention, lane.device, dtype=backbone.dtype)
-            decoder = None if local.vae is None else StreamingDecoder(local.vae)
-            forward = forwarders.make(local.models, attention, device=lane.device)
-            state = LaneState(
-                lane=lane, models=local.models, attention=attention, banks=banks, decoder=decoder, forward=forward
-            )
-            self.states.append(state)
-
-    def launch(self, task: ForwardTask, *, lane: int) -> "_Launched":
-        """Ask the lane's device for one task, in the lane's thread, and publish what it will write.
-
-        Whoever reads it orders its own device behind ``marks``; nothing here waits for a CUDA device.
-        """
-        state = self.states[lane]
-        device = state.lane.ops
-        for parent in self.graph.parents(task):
-            if self.lane_of[parent.id] != lane:
-                device.wait_for(self.marks[parent.id])
-        start = device.mark()
-        outputs = OPS[task.kind](task, self.inputs, state, self.values, self.homes)
-        ready = self._ready(task, outputs, lane=state.lane)
-        self.kept.update({slot: device.fetch(state.banks.home(slot).clone()) for slot in kept_kv(task, self.keep)})
-        checks, state.checks = state.checks, []
-        self.marks[task.id] = end = device.mark()
-        self.lane_of[task.id] = lane
-        self.values.update({slot: LaneTensor(state.lane.name, value) for slot, value in outputs.items()})
-        self.homes.update(dict.fromkeys(kv_slots(task.writes), state.banks))
-        for slot in self.ledger.finish(task):
-            self.values.pop(slot, None)
-        return _Launched(task=task, lane=lane, start=start, end=end, checks=checks, ready=ready)
-
-    def complete(self, launched: "_Launched") -> list[Event]:
-        """Return what has become ready, once the device is done; raise what its checks found."""
-        for check in launched.checks:
-            check()
-        start_s, end_s = (mark.time_s - self.began for mark in (launched.start, launched.end))
-        span = TaskSpan(task=launched.task.id, lane=launched.lane, start_s=start_s, end_s=end_s)
-        return [TaskFinished(span=span, done=0, total=len(self.graph)), *launched.ready]
-
-    def _ready(self, task: ForwardTask, outputs: Mapping[Slot, Any], *, lane: Lane) -> list[Event]:
-        """Return the events of finished results, with tensors on their way to the CPU."""
-        clean = self.inputs.spec.stages.num_stages
-        found: list[Event] = []
-        for slot, value in outputs.items():
-            if slot.space is Space.LATENT and slot.level == clean:
-                frames = self.inputs.spec.chunk(task.index)
-                found.append(ChunkReady(index=task.index, frames=frames, latents=lane.ops.fetch(value)))
-            elif slot.space is Space.ANCHOR_LATENT and slot.level == clean:
-                found.append(AnchorBlockReady(index=task.index, latents=lane.ops.fetch(value)))
-            elif slot.space is Space.FRAMES:
-                found.append(FramesReady(index=task.index, frames=lane.ops.fetch(value)))
-        return found
-
-    def report(self, spans: Sequence[TaskSpan]) -> RunReport:
-        peaks = tuple(state.banks.peak_bytes + state.peak_policy_bytes for state in self.states)
-        in_order = tuple(sorted(spans, key=lambda span: span.start_s))
-        return RunReport(spans=in_order, peak_kv_bytes=peaks, kept=self.kept)
-
-    def free(self) -> None:
-        """Drop latents, contexts and banks."""
-        self.values.clear()
-        self.homes.clear()
-        for state in self.states:
-            state.banks.free()
-            state.forward.free()
-            state.contexts.clear()
 
 
 class _Delivery:
@@ -214,7 +66,7 @@ def run_sequential(
     """
     by_id = graph.by_id()
     lane = CallerLane(device=device_of(backbone))
-    run = _Run(whole(graph, inputs.spec), inputs, backbone, lanes=[lane], poison=poison)
+    run = Run(whole(graph, inputs.spec), inputs, backbone, lanes=[lane], poison=poison)
     deliver = _Delivery(on_event)
     try:
         for task_id in order or by_id:
@@ -229,7 +81,7 @@ def run_sequential(
         run.free()
 
 
-def _collect(events: list[Event], run: _Run, task: ForwardTask) -> None:
+def _collect(events: list[Event], run: Run, task: ForwardTask) -> None:
     launched = run.launch(task, lane=0)
     launched.end.wait()
     events.extend(run.complete(launched))
@@ -261,7 +113,7 @@ def run_placed(
     deliver = _Delivery(on_event)
     by_id = graph.by_id()
     with open_lanes([(lane.name, lane.device) for lane in placement.lanes]) as lanes:
-        run = _Run(resume or whole(graph, inputs.spec), inputs, backbone, lanes=lanes, poison=poison, fast=fast)
+        run = Run(resume or whole(graph, inputs.spec), inputs, backbone, lanes=lanes, poison=poison, fast=fast)
         step = partial(_step, run=run, signals=signals, inbox=inbox, before_task=before_task)
         try:
             for index, task_ids in enumerate(placement.order):
@@ -281,7 +133,7 @@ def _step(
     task: ForwardTask,
     *,
     lane: int,
-    run: _Run,
+    run: Run,
     signals: Signals,
     inbox: "queue.SimpleQueue[list[Event] | _Failure]",
     before_task: Callable[[ForwardTask], None] | None,
@@ -306,7 +158,7 @@ def _step(
 
 
 def _finish(
-    launched: _Launched, *, run: _Run, signals: Signals, inbox: "queue.SimpleQueue[list[Event] | _Failure]"
+    launched: Launched, *, run: Run, signals: Signals, inbox: "queue.SimpleQueue[list[Event] | _Failure]"
 ) -> None:
     """Deliver a task that its device has done. Never raises."""
     try:
@@ -342,15 +194,3 @@ def _log_other_failures(inbox: "queue.SimpleQueue[list[Event] | _Failure]") -> N
         item = inbox.get()
         if isinstance(item, _Failure):
             log.error("%s also failed: %s", item.task, item.error)
-
-
-def bank_shape(backbone: Backbone, inputs: RunInputs) -> BankShape:
-    config = backbone.config
-    return BankShape(
-        batch=inputs.batch,
-        num_blocks=config.num_layers,
-        frame_tokens=inputs.spec.shape.tokens_per_frame,
-        num_heads=config.num_heads,
-        head_dim=config.head_dim,
-        dtype=backbone.dtype,
-    )

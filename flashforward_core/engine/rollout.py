@@ -17,13 +17,14 @@ from ..specs import RolloutSpec
 from .anchors import Anchors, check_anchors, plan_anchors, reseed
 from .cost import rounds
 from .events import AnchorBlockReady, ChunkReady, Event, LaneInfo, TaskFinished, Timeline
-from .executor import RunReport, bank_shape, run_placed
+from .executor import run_placed
 from .forward import FastOptions
 from .inputs import checked_inputs, empty_latents
 from .lanes import DevicePlan
 from .ops import RunInputs
 from .placement import Placement, lanes_for, place
 from .reuse import Resume, Reused, remember, resume, whole
+from .run import RunReport, bank_shape
 from .simulate import run_lanes
 
 __all__ = [
