@@ -4,7 +4,8 @@ The contract: a forward writes its own page in place and reads one dense slice (
 neighbours). A page is taken only when every task that uses its slot has finished; anything else raises an
 ``AssertionError`` that names both slots. Banks are made on first use and dropped after their last.
 
-Letters: B batch, L own tokens, N tokens of a bank, H heads, D head dim.
+Letters: B batch, L own tokens, N tokens of a bank, H heads, D head dim, R stored elements of a token's head: D, or
+more where keys and values are packed (``packing.py``).
 """
 
 import threading
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..graph.task import ForwardTask, Slot
+from .packing import Form
 from .pages import Page, PagePlan, View, kv_slots
 
 
@@ -31,17 +33,30 @@ class BankShape:
     num_heads: int
     head_dim: int
     dtype: torch.dtype
+    """Of keys and values as forwards give and take them."""
+    packed: bool = False
+    """Whether banks hold them in 8 bits."""
+
+    @property
+    def form(self) -> Form:
+        return Form(dtype=self.dtype, packed=self.packed)
+
+    @property
+    def row(self) -> int:
+        """Stored elements of one token's head."""
+        return self.form.width(self.head_dim)
 
     def bank_bytes(self, frames: int) -> int:
         tokens = frames * self.frame_tokens
-        return 2 * self.num_blocks * self.batch * tokens * self.num_heads * self.head_dim * self.dtype.itemsize
+        rows = 2 * self.num_blocks * self.batch * tokens * self.num_heads
+        return rows * self.row * self.form.stored_dtype.itemsize
 
 
 class Home(Protocol):
     """Where a KV slot can be copied from."""
 
     def home(self, slot: Slot) -> Tensor:
-        """Return the slot's page, [2, blocks, B, tokens, H, D], only to be read."""
+        """Return the slot's page as it is stored, [2, blocks, B, tokens, H, R], only to be read."""
         ...
 
 
@@ -83,9 +98,10 @@ class Ledger:
 class BankView:
     """One forward's keys and values: the ``KVContext`` that a transformer extends."""
 
-    def __init__(self, buffer: Tensor, view: View, *, frame_tokens: int) -> None:
-        """``buffer`` is [2, blocks, B, N, H, D]: keys, then values."""
+    def __init__(self, buffer: Tensor, view: View, *, frame_tokens: int, form: Form) -> None:
+        """``buffer`` is [2, blocks, B, N, H, R]: keys, then values, as ``form`` stores them."""
         self._buffer = buffer
+        self._form = form
         self.kind = (view.own.bank, view.own.frames, view.ranges)
         """What forwards that read and write memory of the same place and size share, wherever their own page is."""
         self._own = slice(view.own.start * frame_tokens, view.own.stop * frame_tokens)
@@ -104,43 +120,43 @@ class BankView:
     def indexed(self) -> "IndexedView | None":
         """Return the view with its own page given by ``own_tokens``; None when the pages are no single slice."""
         one = len(self._ranges) == 1
-        return IndexedView(self._buffer, self._ranges[0], own=self.own_tokens) if one else None
+        return IndexedView(self._buffer, self._ranges[0], own=self.own_tokens, form=self._form) if one else None
 
     def extend(self, block: int, k_BLHD: Tensor, v_BLHD: Tensor) -> tuple[Tensor, Tensor]:
         """Store one block's own keys and values in place; return all that the forward attends to, [B, keys, H, D]."""
         return self._extend(self._buffer[0, block], k_BLHD), self._extend(self._buffer[1, block], v_BLHD)
 
-    def _extend(self, stored_BNHD: Tensor, own_BLHD: Tensor) -> Tensor:
-        assert own_BLHD.dtype == stored_BNHD.dtype, f"KV comes as {own_BLHD.dtype}, the bank holds {stored_BNHD.dtype}"
-        stored_BNHD[:, self._own] = own_BLHD
+    def _extend(self, stored_BNHR: Tensor, own_BLHD: Tensor) -> Tensor:
+        stored_BNHR[:, self._own] = self._form.store(own_BLHD)
         if len(self._ranges) == 1:
-            return stored_BNHD[:, self._ranges[0]]
-        return torch.cat([stored_BNHD[:, part] for part in self._ranges], dim=1)
+            return self._form.load(stored_BNHR[:, self._ranges[0]])
+        return self._form.load(torch.cat([stored_BNHR[:, part] for part in self._ranges], dim=1))
 
 
 class IndexedView:
     """A view whose own page is where a tensor on the device says: one recorded forward serves every page of a ring."""
 
-    def __init__(self, buffer: Tensor, keys: slice, *, own: Tensor) -> None:
+    def __init__(self, buffer: Tensor, keys: slice, *, own: Tensor, form: Form) -> None:
         """``buffer`` is as in BankView, ``keys`` all tokens that are attended to, ``own`` the own tokens' indices."""
         self._buffer = buffer
+        self._form = form
         self._keys = keys
         self.own = own
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._buffer.dtype
+        return self._form.dtype
 
     def at(self, own: Tensor) -> "IndexedView":
         """Return the view with another tensor of indices."""
-        return IndexedView(self._buffer, self._keys, own=own)
+        return IndexedView(self._buffer, self._keys, own=own, form=self._form)
 
     def extend(self, block: int, k_BLHD: Tensor, v_BLHD: Tensor) -> tuple[Tensor, Tensor]:
         """Like ``BankView.extend``."""
         keys, values = self._buffer[0, block], self._buffer[1, block]
-        keys.index_copy_(1, self.own, k_BLHD)
-        values.index_copy_(1, self.own, v_BLHD)
-        return keys[:, self._keys], values[:, self._keys]
+        keys.index_copy_(1, self.own, self._form.store(k_BLHD))
+        values.index_copy_(1, self.own, self._form.store(v_BLHD))
+        return self._form.load(keys[:, self._keys]), self._form.load(values[:, self._keys])
 
 
 class LaneBanks:
@@ -190,17 +206,17 @@ class LaneBanks:
                 self._copy(self._tokens(buffer, page), homes[slot].home(slot))
                 self._held[page.bank, page.start] = (slot, page)
         self._take(view.own, by=", ".join(str(slot) for slot, _ in view.publishes) or task.id)
-        return BankView(buffer, view, frame_tokens=self._shape.frame_tokens)
+        return BankView(buffer, view, frame_tokens=self._shape.frame_tokens, form=self._shape.form)
 
     def close(self, task: ForwardTask) -> None:
         """Keep what ``task`` published; give its own page back when it published nothing."""
         view = self._plan.views[task.id]
         self._held.update({(page.bank, page.start): (slot, page) for slot, page in view.publishes})
         if self._poison and not view.publishes:
-            self._tokens(self._buffers[view.own.bank], view.own).fill_(torch.nan)
+            self._tokens(self._buffers[view.own.bank], view.own).fill_(self._shape.form.poison)
 
     def home(self, slot: Slot) -> Tensor:
-        """Return the page that ``slot`` was written into, [2, blocks, B, tokens, H, D]: not a copy, read only."""
+        """Return the page that ``slot`` was written into, [2, blocks, B, tokens, H, R]: not a copy, read only."""
         page = self._plan.homes[slot]
         assert self._held.get((page.bank, page.start), (None,))[0] == slot, f"{slot} is not in its home page"
         return self._tokens(self._buffers[page.bank], page)
@@ -226,17 +242,17 @@ class LaneBanks:
             if page.bank not in self._buffers:
                 del self._held[key]
             elif self._poison and not self._ledger.unfinished(slot):
-                self._tokens(self._buffers[page.bank], page).fill_(torch.nan)
+                self._tokens(self._buffers[page.bank], page).fill_(self._shape.form.poison)
                 del self._held[key]
 
     def _buffer(self, bank: str) -> Tensor:
         if bank not in self._buffers:
             frames = self._plan.bank_frames[bank]
             size = self._shape
-            dims = (2, size.num_blocks, size.batch, frames * size.frame_tokens, size.num_heads, size.head_dim)
+            dims = (2, size.num_blocks, size.batch, frames * size.frame_tokens, size.num_heads, size.row)
             with torch.inference_mode(False):  # so that any thread may write in place, in inference mode or not
-                made = torch.empty(dims, dtype=size.dtype, device=self._device)
-            self._buffers[bank] = made.fill_(torch.nan) if self._poison else made
+                made = torch.empty(dims, dtype=size.form.stored_dtype, device=self._device)
+            self._buffers[bank] = made.fill_(size.form.poison) if self._poison else made
             held = sum(buffer.nbytes for buffer in self._buffers.values())
             self.peak_bytes = max(self.peak_bytes, held)
         return self._buffers[bank]
