@@ -46,7 +46,7 @@ class Resume:
     kv: Mapping[Slot, Tensor] = field(default_factory=dict)
     """Pages [2, blocks, B, tokens, H, D] on the CPU that tasks of ``graph`` read and none of them writes."""
     keep: frozenset[Slot] = frozenset()
-    """KV slots to copy to the host when they are written."""
+    """Slots to copy to the host when they are written."""
     keys: Mapping[Slot, str] = field(default_factory=dict)
     snapshots: tuple[tuple[Slot, ...], ...] = ()
     """The parts of ``keep`` that are stored together, with what of each was there already."""

@@ -36,7 +36,7 @@ class RunReport:
     peak_kv_bytes: tuple[int, ...]
     """Most bytes that each lane's banks had at once."""
     kept: Mapping[Slot, Tensor]
-    """Pages that were to be kept, on the CPU."""
+    """What was to be kept, on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,7 @@ class Run:
         outputs = OPS[task.kind](task, self.inputs, state, self.values, self.homes)
         ready = self._ready(task, outputs, lane=state.lane)
         self.kept.update({slot: device.fetch(state.banks.home(slot).clone()) for slot in kept_kv(task, self.keep)})
+        self.kept.update({slot: device.fetch(value) for slot, value in outputs.items() if slot in self.keep})
         checks, state.checks = state.checks, []
         self.marks[task.id] = end = device.mark()
         self.lane_of[task.id] = lane
@@ -132,6 +133,7 @@ class Run:
 
     def complete(self, launched: Launched) -> list[Event]:
         """Return what has become ready, once the device is done; raise what its checks found."""
+        launched.end.wait()  # raises what the device has met
         for check in launched.checks:
             check()
         start_s, end_s = (mark.time_s - self.began for mark in (launched.start, launched.end))

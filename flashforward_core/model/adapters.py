@@ -39,7 +39,7 @@ def apply_lora(
     with torch.inference_mode(False), torch.no_grad():
         models = _updated_models(backbone, lora, strength=strength, roles=roles, merged=merged)
     told = f"{backbone.fingerprint}|{lora.fingerprint}|{strength}|{sorted(roles)}|{merged}"
-    made = replace(backbone, models=models, fingerprint=hashlib.sha256(told.encode()).hexdigest())
+    made = replace(backbone, models=models, fingerprint=hashlib.sha256(told.encode()).hexdigest(), source=None)
     return made, lora
 
 

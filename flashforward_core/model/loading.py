@@ -18,7 +18,7 @@ from .files import fingerprint, quick_fingerprint, read_json, read_tensors, requ
 from .formats import WEIGHTS
 from .lora import is_role_lora, load_role_lora, read_role_row, set_role_row
 from .presets import Choice, choose_preset
-from .roles import Backbone, models_by_role, role_linears
+from .roles import Backbone, WeightsFrom, models_by_role, role_linears
 from .transformer import CausalWanTransformer
 
 if TYPE_CHECKING:
@@ -65,6 +65,10 @@ def load_embedded(
             dtype=dtype,
             attention=attention,
             size=EMBEDDED_SIZE,
+            source=WeightsFrom(
+                loader="embedded",
+                options={"assets": assets, "dtype": dtype, "merged": merged, "attention": attention},
+            ),
         )
 
 
@@ -97,7 +101,16 @@ def load_backbone(
     one = backbone.models[Role.PLANNER]
     if merged and role_linears(one) and one is backbone.models[Role.RENDERER]:
         backbone = replace(backbone, models=models_by_role(one, merged=True))
-    return backbone
+    options = {"path": path.resolve(), "role_loras": {role: lora.resolve() for role, lora in role_loras.items()}}
+    options |= {"preset": preset, "dtype": dtype, "fp8": fp8, "merged": merged, "mapped": mapped}
+    return replace(backbone, source=WeightsFrom(loader="file", options=options | {"attention": attention}))
+
+
+def load_again(source: WeightsFrom, *, device: torch.device | str) -> Backbone:
+    """Load what ``source`` says, on this machine; raises as its loader does."""
+    if source.loader == "embedded":
+        return load_embedded(**source.options, device=device)
+    return load_backbone(**source.options, device=device)
 
 
 def backbone_of(

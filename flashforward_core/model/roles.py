@@ -23,6 +23,16 @@ TARGETS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsFrom:
+    """How another machine can load the same weights from its own disk."""
+
+    loader: str
+    """``embedded`` or ``file``: which function of ``model.loading``."""
+    options: Mapping[str, Any]
+    """Its arguments, apart from the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Backbone:
     """Everything that renders: one transformer per role, the autoencoder and the prompt encoder."""
 
@@ -47,6 +57,8 @@ class Backbone:
     """Which keys were loaded from where."""
     size: tuple[int, int] | None = None
     """The only (width, height) in pixels that the weights can make, or None for any."""
+    source: WeightsFrom | None = None
+    """Where the weights can be loaded again; None when they exist in memory only."""
     store: SlotStore = field(default_factory=SlotStore, init=False, repr=False, compare=False)
     """What earlier rollouts with these weights left to reuse. It goes with its handle: a changed copy starts anew."""
 
