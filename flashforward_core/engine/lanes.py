@@ -12,7 +12,9 @@ import queue
 import re
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -146,8 +148,9 @@ class ThreadLane:
         self._deferred: collections.deque[tuple[Mark, Work]] = collections.deque()
         self._stream = _own_stream(self.device, name)
         self.ops = _ops(self.device, self._stream, name=name)
-        self._thread = threading.Thread(target=self._run, name=f"flashforward-{name}", daemon=True)
-        self._thread.start()
+        self._thread = threading.current_thread()  # until its own one runs
+        self._pool: ThreadPoolExecutor | None = _thread_for(self.device, name)
+        self._running = self._pool.submit(self._run)
 
     def submit(self, work: Work) -> None:
         self._work.put(work)
@@ -162,8 +165,13 @@ class ThreadLane:
         self._catch_up(0)
 
     def close(self) -> None:
+        if self._pool is None:
+            return
         self._work.put(None)
-        self._thread.join()
+        if (error := self._running.exception()) is not None:  # waits for the thread
+            log.error("%s has ended early", self.name, exc_info=error)
+        _end_thread(self._pool, self.device)
+        self._pool = None
 
     def _check_thread(self) -> None:
         assert threading.current_thread() is self._thread, f"only work of {self.name} waits for its device"
@@ -171,17 +179,44 @@ class ThreadLane:
     def _catch_up(self, allowed: int) -> None:
         while len(self._deferred) > allowed:
             mark, work = self._deferred.popleft()
-            mark.wait()
+            with contextlib.suppress(RuntimeError):  # of a failed device: it fails again for who looks at the results
+                mark.wait()
             work()
 
     def _run(self) -> None:
+        self._thread = threading.current_thread()
         with torch.inference_mode(), _current(self.device, self._stream):
             for work in iter(self._work.get, None):
                 work()
                 if self._work.empty():
                     self.settle()
             self.settle()
-            self.ops.mark().wait()  # a task that failed on the way may have left work on the device
+            with contextlib.suppress(RuntimeError):  # as above
+                self.ops.mark().wait()  # a task that failed on the way may have left work on the device
+
+
+def _thread_for(device: torch.device, name: str) -> ThreadPoolExecutor:
+    """Return a thread for a lane: on CUDA one that an earlier lane has ended with, if there is one.
+
+    cuDNN's plans belong to threads, so a new one would make them again.
+    """
+    with contextlib.suppress(IndexError):
+        return _kept_threads(device).popleft()
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"flashforward-{name}")
+
+
+def _end_thread(thread: ThreadPoolExecutor, device: torch.device) -> None:
+    """Keep a CUDA device's thread for the next lane; end any other."""
+    if device.type == "cuda":
+        _kept_threads(device).append(thread)
+    else:
+        thread.shutdown()
+
+
+@cache
+def _kept_threads(device: torch.device) -> collections.deque[ThreadPoolExecutor]:
+    """Threads of ``device`` that no lane uses."""
+    return collections.deque()
 
 
 def _own_stream(device: torch.device, name: str) -> Any:

@@ -97,6 +97,25 @@ class SlowMark:
         assert self.passed.wait(TIMEOUT_S)
 
 
+class FailedMark:
+    """A point that a failed device never comes past."""
+
+    def __init__(self) -> None:
+        self.time_s = 0.0
+
+    def wait(self) -> None:
+        raise RuntimeError("illegal memory access")
+
+
+def test_a_lane_outlives_its_device_so_that_somebody_is_told() -> None:
+    """Whoever looks at the results meets the same error; a thread that ended would leave everybody waiting."""
+    lane, told = ThreadLane("lane0", "cpu"), []
+    for name in ("first", "second"):
+        lane.submit(lambda name=name: lane.defer(FailedMark(), lambda: told.append(name)))
+    lane.close()
+    assert told == ["first", "second"]
+
+
 def test_a_lane_runs_ahead_of_its_device_by_its_lookahead_and_no_more() -> None:
     marks, launched, done = [SlowMark() for _ in range(3)], [threading.Event() for _ in range(3)], []
     lane = ThreadLane("lane0", "cpu", lookahead=1)

@@ -19,6 +19,7 @@ from flashforward_core.engine.executor import TaskFailed, run_placed
 from flashforward_core.engine.ops import NotFinite, RunInputs
 from flashforward_core.engine.placement import lanes_for, place
 from flashforward_core.engine.rollout import DevicePlan, plan_anchors, render, stream_decode
+from flashforward_core.engine.transfer import HostMark
 from flashforward_core.graph.schedules import build_graph
 from flashforward_core.graph.task import ForwardTask, Role
 from flashforward_core.model.roles import Backbone
@@ -252,6 +253,19 @@ def test_a_failing_task_is_named_and_its_cause_chained(rig: Any, backbone: Backb
     with pytest.raises(TaskFailed, match="renderer/denoise/c1/s1: out of memory") as failure:
         placed(rig, backbone, before_task=fail)
     assert isinstance(failure.value.__cause__, MemoryError)
+
+
+def test_a_device_that_fails_ends_the_run_and_the_task_is_named(
+    rig: Any, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA device reports errors late: to whoever waits for it, on the lane's own thread."""
+
+    def wait(mark: HostMark) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(HostMark, "wait", wait)
+    with pytest.raises(TaskFailed, match=r"/s0: an illegal memory access"):
+        placed(rig, backbone)
 
 
 def test_latents_that_are_not_finite_name_chunk_stage_dtype_and_attention(rig: Any) -> None:
