@@ -125,12 +125,12 @@ class Forwarder:
             kv=view,
             self_attend=self_attend,
             cross_attend=attend,
-            parts=self._parts(task.role, inputs.frames.shape[0]),
+            parts=self._parts(task.role, inputs.x_BCFHW),
         )
         return v
 
-    def _parts(self, role: Role, frames: int) -> BlockParts | None:
-        return compiled_parts(self._device, role, frames) if self._compiles else None
+    def _parts(self, role: Role, x_BCFHW: Tensor) -> BlockParts | None:
+        return compiled_parts(self._device, role, tuple(x_BCFHW.shape)) if self._compiles else None
 
     def free(self) -> None:
         """Drop recordings; only when the device has finished."""

@@ -19,8 +19,11 @@ from ..kv.bank import IndexedView
 
 log = logging.getLogger(__name__)
 
-MIN_REPLAYS = 3
-"""Recording takes about as long as launching two forwards, so fewer replays would not pay."""
+MIN_REPLAYS = 5
+"""Recording takes about as long as launching two or three forwards, and other lanes wait: fewer replays do not pay.
+
+A planner block's five forwards, which may go to several lanes, are not recorded.
+"""
 
 Body = Callable[[], None]
 Velocity = Callable[["Inputs", Any], Tensor]

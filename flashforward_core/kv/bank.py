@@ -154,9 +154,15 @@ class IndexedView:
     def extend(self, block: int, k_BLHD: Tensor, v_BLHD: Tensor) -> tuple[Tensor, Tensor]:
         """Like ``BankView.extend``."""
         keys, values = self._buffer[0, block], self._buffer[1, block]
-        keys.index_copy_(1, self.own, self._form.store(k_BLHD))
-        values.index_copy_(1, self.own, self._form.store(v_BLHD))
+        _write(keys, self.own, self._form.store(k_BLHD))
+        _write(values, self.own, self._form.store(v_BLHD))
         return self._form.load(keys[:, self._keys]), self._form.load(values[:, self._keys])
+
+
+def _write(stored_BNHR: Tensor, own: Tensor, rows_BLHR: Tensor) -> None:
+    """Put rows where ``own`` says, as 8-byte numbers where they divide: a copy by index moves number by number."""
+    wide = torch.int64 if rows_BLHR.shape[-1] * rows_BLHR.itemsize % torch.int64.itemsize == 0 else rows_BLHR.dtype
+    stored_BNHR.view(wide).index_copy_(1, own, rows_BLHR.contiguous().view(wide))
 
 
 class LaneBanks:

@@ -19,13 +19,14 @@ log = logging.getLogger(__name__)
 
 
 @cache
-def compiled_parts(device: torch.device, role: Role, frames: int, *, backend: Any = "inductor") -> BlockParts:
+def compiled_parts(device: torch.device, role: Role, size: tuple[int, ...], *, backend: Any = "inductor") -> BlockParts:
     """Return parts for one kind of forward; the process keeps them, so that a later rollout compiles nothing.
 
-    torch.compile gives up after 8 recompilations of one function. Devices, roles and lengths each need code of their
-    own, so each gets a copy of the function. Without a working compiler the parts run eagerly, after one warning.
+    ``size`` is that of the latents, [B, C, F, h, w]. torch.compile gives up after 8 recompilations of one function.
+    Devices, roles and sizes each need code of their own, so each gets a copy of the function. Without a working
+    compiler the parts run eagerly, after one warning.
     """
-    label = f"{role}_{frames}_{str(device).replace(':', '')}"
+    label = f"{role}_{'x'.join(map(str, size))}_{str(device).replace(':', '')}"
     return BlockParts(*(_Compiled(part, label, backend) for part in (Block.before, Block.between, Block.finish)))
 
 
@@ -54,6 +55,11 @@ class _Compiled:
 def _warn(reason: str) -> None:
     """Warn once per process and reason."""
     log.warning("blocks cannot be compiled here (%s) and run eagerly, which is slower; set compile='off'", reason)
+
+
+def gave_up() -> bool:
+    """Return whether something could not be compiled in this process, and runs eagerly."""
+    return _warn.cache_info().currsize > 0
 
 
 def num_compilations() -> int:
