@@ -35,7 +35,7 @@ class _Failure:
     error: BaseException
 
 
-class _Delivery:
+class Delivery:
     """Hands events to the caller, in its own thread, and counts finished tasks."""
 
     def __init__(self, on_event: Callback | None) -> None:
@@ -67,7 +67,7 @@ def run_sequential(
     by_id = graph.by_id()
     lane = CallerLane(device=device_of(backbone))
     run = Run(whole(graph, inputs.spec), inputs, backbone, lanes=[lane], poison=poison)
-    deliver = _Delivery(on_event)
+    deliver = Delivery(on_event)
     try:
         for task_id in order or by_id:
             events: list[Event] = []
@@ -110,7 +110,7 @@ def run_placed(
     run_lanes(graph, placement=placement, cost=rounds)  # asserts that lanes never wait for each other in a circle
     signals = Signals()
     inbox: queue.SimpleQueue[list[Event] | _Failure] = queue.SimpleQueue()
-    deliver = _Delivery(on_event)
+    deliver = Delivery(on_event)
     by_id = graph.by_id()
     with open_lanes([(lane.name, lane.device) for lane in placement.lanes]) as lanes:
         run = Run(resume or whole(graph, inputs.spec), inputs, backbone, lanes=lanes, poison=poison, fast=fast)
@@ -127,6 +127,15 @@ def run_placed(
                 lane.close()
             run.free()
             _log_other_failures(inbox)
+
+
+def runner(ray_address: str) -> Callable[..., RunReport]:
+    """Return what runs placed graphs: ``run_placed``, or its like on the Ray cluster at an address."""
+    if not ray_address:
+        return run_placed
+    from .ray_run import run_on_ray
+
+    return partial(run_on_ray, address=ray_address)
 
 
 def _step(
@@ -171,7 +180,7 @@ def _finish(
 def _receive(
     inbox: "queue.SimpleQueue[list[Event] | _Failure]",
     *,
-    deliver: _Delivery,
+    deliver: Delivery,
     total: int,
     check_cancel: Callable[[], None] | None,
 ) -> None:

@@ -269,18 +269,25 @@ class DevicePlan:
     """``latency`` (first frames early) or ``memory`` (one stage's KV at a time)."""
     decode: str = "auto"
     """``own`` (a lane that does nothing else), ``shared`` (the last stage's lane), or ``auto``."""
+    ray_address: str = ""
+    """A Ray cluster to run on, ``auto`` or HOST:PORT; empty: this machine."""
     fast: FastOptions = FastOptions()  # noqa: RUF009 (frozen)
     """How forwards may be sped up."""
 
     def resolve(self) -> tuple[str, ...]:
         """Return the device of each lane: ``auto`` is every CUDA device, or one CPU.
 
-        A device that this machine lacks is left out, with one warning that tells both counts. A word that is no
+        On a Ray cluster see ``ray_lanes.cluster_devices``. A device that this machine lacks is left out, with one warning that tells both counts. A word that is no
         device, and a count outside 1 to ``MAX_DEVICES``, raise ``ValueError``.
         """
-        asked = [name for entry in self.devices for part in entry.split(",") for name in _expand(part.strip())]
+        parts = [part.strip() for entry in self.devices for part in entry.split(",")]
+        asked = [name for part in parts for name in _expand(part, remote=bool(self.ray_address))]
         if len(asked) > MAX_DEVICES:
             raise ValueError(f"devices={','.join(self.devices)!r} are {len(asked)}, above {MAX_DEVICES}; use fewer")
+        if self.ray_address:
+            from .ray_lanes import cluster_devices
+
+            return cluster_devices(self.ray_address, asked)
         usable = [name for name in asked if _is_present(name)]
         if len(usable) < len(asked):
             lost = ", ".join(dict.fromkeys(name for name in asked if name not in usable))
@@ -289,9 +296,11 @@ class DevicePlan:
         return tuple(usable) or ("cpu",)
 
 
-def _expand(text: str) -> list[str]:
-    """Read one entry of a device list."""
+def _expand(text: str, *, remote: bool) -> list[str]:
+    """Read one entry of a device list; what ``auto`` is elsewhere is not known here."""
     if text in ("auto", ""):
+        if remote:
+            return ["auto"]
         return [f"cuda:{n}" for n in range(torch.cuda.device_count())] or ["cpu"]
     match = re.fullmatch(rf"(cpu|cuda|cuda:\d+|(?:{OTHER_DEVICES})(?::\d+)?)(?:\*(\d{{1,9}}))?", text)
     if match is None:
