@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -10,12 +11,13 @@ from ..graph.schedules import planner_graph
 from ..graph.task import Role, Slot, Space, TaskGraph
 from ..model.roles import Backbone
 from ..specs import TEMPORAL_FACTOR, RolloutSpec
+from .budget import fit_run
 from .events import AnchorBlockReady, Event
 from .executor import run_placed
 from .inputs import checked_inputs, empty_latents
 from .lanes import DevicePlan
 from .ops import RunInputs
-from .placement import lanes_for, place
+from .placement import Placement, lanes_for, place
 
 Callback = Callable[[Event], None]
 CheckCancel = Callable[[], None]
@@ -201,7 +203,13 @@ def _plan(
     """Run planner tasks; return the anchors' latents, of which only those of the blocks that ran are filled in."""
     assert all(task.role is Role.PLANNER for task in graph.tasks)
     devices = planner.devices
-    placement = place(graph, lanes=lanes_for(devices.resolve()[:1]), layout="single", order=devices.order)
+    lanes = lanes_for(devices.resolve()[:1])
+
+    @cache
+    def placed(order: str) -> Placement:
+        return place(graph, lanes=lanes, layout="single", order=order)
+
+    fit = fit_run(planner.backbone, graph, spec=inputs.spec, batch=inputs.batch, devices=devices, placed=placed)
     blocks = inputs.spec.anchor_blocks()
     out = empty_latents(planner.backbone, inputs, frames=len(inputs.spec.anchor_positions()))
 
@@ -215,9 +223,10 @@ def _plan(
         graph,
         inputs=inputs,
         backbone=planner.backbone,
-        placement=placement,
+        placement=placed(devices.order),
         on_event=keep,
         check_cancel=check_cancel,
         fast=devices.fast,
+        fit=fit,
     )
     return out

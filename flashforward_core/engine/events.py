@@ -1,7 +1,7 @@
 """What a run tells its caller: timelines and events. Tensors are typed ``Any``, so nothing here needs torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -44,6 +44,8 @@ class Timeline:
     """Predicted length in seconds; None without a fitted cost model."""
     peak_kv_bytes: tuple[int, ...] = ()
     """Most KV alive at once, per lane; empty when unknown."""
+    peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Most memory in use on each device, by its name: predicted, or as its allocator measured; empty when unknown."""
 
     def __post_init__(self) -> None:
         assert self.source in ("simulated", "measured"), self.source
@@ -62,6 +64,7 @@ class Timeline:
             "rounds": self.rounds,
             "predicted_s": self.predicted_s,
             "peak_kv_bytes": list(self.peak_kv_bytes),
+            "peak_bytes": dict(self.peak_bytes),
         }
 
     @classmethod
@@ -74,6 +77,7 @@ class Timeline:
             rounds=data["rounds"],
             predicted_s=data["predicted_s"],
             peak_kv_bytes=tuple(data["peak_kv_bytes"]),
+            peak_bytes=data.get("peak_bytes", {}),
         )
 
     def to_chrome_trace(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from functools import partial
 
 from ..graph.task import ForwardTask, TaskGraph
 from ..model.roles import Backbone
+from .budget import Fit
 from .cost import rounds
 from .events import Event, TaskFinished, TaskSpan
 from .forward import FastOptions
@@ -99,13 +100,14 @@ def run_placed(
     poison: bool = False,
     resume: Resume | None = None,
     fast: FastOptions = FastOptions(),  # noqa: B008 (frozen)
+    fit: Fit = Fit(),  # noqa: B008 (frozen)
 ) -> RunReport:
     """Run ``graph`` on one thread per lane. Callbacks run on the calling thread, except ``before_task``.
 
     Whatever a callback raises stops every lane within one forward and then propagates; so does a task's error, as
     ``TaskFailed``. Threads are joined and banks are freed in every case. ``before_task`` runs on the lane's thread
     before each task. ``resume`` says what of a larger rollout ``graph`` is, and brings the rest's KV;
-    ``fast`` how forwards may be sped up.
+    ``fast`` how forwards may be sped up, ``fit`` how it is held in memory.
     """
     run_lanes(graph, placement=placement, cost=rounds)  # asserts that lanes never wait for each other in a circle
     signals = Signals()
@@ -113,7 +115,8 @@ def run_placed(
     deliver = Delivery(on_event)
     by_id = graph.by_id()
     with open_lanes([(lane.name, lane.device) for lane in placement.lanes]) as lanes:
-        run = Run(resume or whole(graph, inputs.spec), inputs, backbone, lanes=lanes, poison=poison, fast=fast)
+        part = resume or whole(graph, inputs.spec)
+        run = Run(part, inputs, backbone, lanes=lanes, poison=poison, fast=fast, fit=fit)
         step = partial(_step, run=run, signals=signals, inbox=inbox, before_task=before_task)
         try:
             for index, task_ids in enumerate(placement.order):

@@ -21,6 +21,7 @@ import torch
 
 from ..specs import MAX_DEVICES
 from .forward import FastOptions
+from .memory import MemoryOptions
 from .transfer import CudaOps, DeviceOps, HostOps, Mark, stream_for
 
 log = logging.getLogger(__name__)
@@ -273,6 +274,8 @@ class DevicePlan:
     """A Ray cluster to run on, ``auto`` or HOST:PORT; empty: this machine."""
     fast: FastOptions = FastOptions()  # noqa: RUF009 (frozen)
     """How forwards may be sped up."""
+    memory: MemoryOptions = MemoryOptions()  # noqa: RUF009 (frozen)
+    """How memory may be saved, and how much there is."""
 
     def resolve(self) -> tuple[str, ...]:
         """Return the device of each lane: ``auto`` is every CUDA device, or one CPU.

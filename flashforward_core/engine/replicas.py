@@ -3,7 +3,7 @@
 import copy
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..graph.task import Role
 from ..model.roles import Backbone
+from .offload import HostBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class _Replica:
     """Weak references to the planner and the autoencoder (None without one) that were copied."""
     models: dict[Role, Any]
     vae: Any
+    resident: int | None
+    """How many blocks of each model are on the device, the others being host blocks; None: all."""
 
 
 _lock = threading.Lock()
@@ -34,19 +37,38 @@ def device_of(backbone: Backbone) -> torch.device:
     return next(backbone.models[Role.RENDERER].parameters()).device
 
 
-def backbone_on(backbone: Backbone, device: torch.device) -> Backbone:
-    """Return ``backbone`` with weights on ``device``: itself when they are there, else a copy, made once."""
-    if device_of(backbone) == device:
+def backbone_on(backbone: Backbone, device: torch.device, *, resident: int | None = None) -> Backbone:
+    """Return ``backbone`` with weights on ``device``: itself when they are there, else a copy, made once.
+
+    With ``resident``, only so many blocks of each model are there; the others are ``HostBlock``s, which run through
+    ``offload.streamed`` alone.
+    """
+    if device_of(backbone) == device and resident is None:
         return backbone
     planner, vae = backbone.models[Role.PLANNER], backbone.vae
     with _lock:
         of_device = _replicas.setdefault(backbone.models[Role.RENDERER], {})
         found = of_device.get(device)
-        if found is None or [part and part() for part in found.originals] != [planner, vae]:
-            models, copied = copy_modules((dict(backbone.models), vae), device=device)
-            originals = (weakref.ref(planner), vae and weakref.ref(vae))
-            found = of_device[device] = _Replica(originals, models, copied)
+        originals = None if found is None else [part and part() for part in found.originals]
+        if found is None or originals != [planner, vae] or found.resident != resident:
+            of_device.pop(device, None)
+            found = None  # its memory is needed for the new one
+            models, copied = copy_modules((dict(backbone.models), vae), device=device, resident=resident)
+            references = (weakref.ref(planner), vae and weakref.ref(vae))
+            found = of_device[device] = _Replica(references, models, copied, resident)
     return replace(backbone, models=found.models, vae=found.vae)
+
+
+def weights_on(backbone: Backbone, device: torch.device) -> int:
+    """Return the bytes of ``backbone``'s weights that are on ``device``, as its own or as a copy, whole or in part."""
+    parts: Any = (dict(backbone.models), backbone.vae)
+    if device_of(backbone) != device:
+        with _lock:
+            found = _replicas.get(backbone.models[Role.RENDERER], {}).get(device)
+        if found is None:
+            return 0
+        parts = (found.models, found.vae)
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in _tensors(parts, besides={})}.values())
 
 
 def drop_replicas(backbone: Backbone) -> None:
@@ -58,14 +80,24 @@ def drop_replicas_of(renderer: nn.Module) -> None:
     """Forget the copies of the backbone that has ``renderer``, for those who must not keep the backbone alive."""
     with _lock:
         _replicas.pop(renderer, None)
+    empty_host_cache = getattr(torch._C, "_host_emptyCache", None)
+    if empty_host_cache is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        empty_host_cache()  # pinned memory is kept for the next one who asks
 
 
-def copy_modules(parts: tuple[dict[Role, nn.Module], nn.Module | None], *, device: torch.device) -> Any:
-    """Copy modules to ``device``. What they share, as parameter or as memory, their copies share too."""
+def copy_modules(
+    parts: tuple[dict[Role, nn.Module], nn.Module | None], *, device: torch.device, resident: int | None = None
+) -> Any:
+    """Copy modules to ``device``. What they share, as parameter or as memory, their copies share too.
+
+    With ``resident``, each transformer's later blocks become ``HostBlock``s.
+    """
     moved: dict[tuple[object, ...], Tensor] = {}
     memo: dict[int, Any] = {}
     with torch.inference_mode(False), torch.no_grad():
-        for tensor in _tensors(parts):
+        for block in _blocks_from(parts, resident):
+            memo[id(block)] = HostBlock(block, pinned=device.type == "cuda")
+        for tensor in _tensors(parts, besides=memo):
             key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
             if key not in moved:
                 moved[key] = tensor.detach().to(device, copy=True)
@@ -77,8 +109,20 @@ def copy_modules(parts: tuple[dict[Role, nn.Module], nn.Module | None], *, devic
     return copied
 
 
-def _tensors(parts: tuple[dict[Role, nn.Module], nn.Module | None]) -> Iterable[Tensor]:
+def _blocks_from(parts: tuple[dict[Role, nn.Module], nn.Module | None], first: int | None) -> Iterable[nn.Module]:
+    if first is not None:
+        for model in dict.fromkeys(parts[0].values()):
+            yield from list(model.get_submodule("blocks").children())[first:]
+
+
+def _tensors(
+    parts: tuple[dict[Role, nn.Module], nn.Module | None], *, besides: Mapping[int, object]
+) -> Iterable[Tensor]:
+    """Yield parameters and buffers, but not those of the modules whose ids are in ``besides``."""
     models, vae = parts
-    for module in (*models.values(), *([] if vae is None else [vae])):
-        yield from module.parameters()
-        yield from module.buffers()
+    pending = [*models.values(), *([] if vae is None else [vae])]
+    while pending:
+        module = pending.pop(0)
+        if id(module) not in besides:
+            yield from (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            pending += module.children()

@@ -67,13 +67,17 @@ def resume(
     page_bytes: int,
     budget: int,
     fast: FastOptions = FastOptions(),  # noqa: B008 (frozen)
+    kv_form: str = "auto",
 ) -> Resume:
     """Say what of ``graph`` is left to run, given what ``backbone.store`` holds.
 
-    ``page_bytes`` is the KV of one latent frame. As many snapshots are kept as ``budget`` bytes hold, spread evenly.
+    ``page_bytes`` is the KV of one latent frame, ``kv_form`` how banks hold it. As many snapshots are kept as
+    ``budget`` bytes hold, spread evenly.
     """
     pages = plan_pages(inputs.spec, graph)
-    keys = slot_keys(graph, pages=pages, inputs=inputs, base=base_key(backbone, inputs, devices=devices, fast=fast))
+    keys = slot_keys(
+        graph, pages=pages, inputs=inputs, base=base_key(backbone, inputs, devices=devices, fast=fast, kv_form=kv_form)
+    )
     store, spec = backbone.store, inputs.spec
     chunks = places(graph, spec)
     first = next((c for c in (spec.num_chunks, *reversed(chunks)) if _is_there(graph, spec, c, keys, store)), 0)
@@ -134,7 +138,9 @@ def snapshot_slots(graph: TaskGraph, chunk: int) -> tuple[Slot, ...]:
     return tuple(sorted(set(read)))
 
 
-def base_key(backbone: Backbone, inputs: RunInputs, *, devices: tuple[str, ...], fast: FastOptions) -> str:
+def base_key(
+    backbone: Backbone, inputs: RunInputs, *, devices: tuple[str, ...], fast: FastOptions, kv_form: str = "auto"
+) -> str:
     """Hash what every slot of a rollout depends on. Kernels may split their sums by device and number of threads."""
     kernels = []
     for name in sorted(set(devices)):
@@ -150,6 +156,7 @@ def base_key(backbone: Backbone, inputs: RunInputs, *, devices: tuple[str, ...],
         backbone.config,
         backbone.dtype,
         merged,
+        kv_form,
         kernels,
         torch.get_num_threads(),
         (shape.width, shape.height, inputs.batch),

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,10 +16,10 @@ from ..model.roles import Backbone
 from ..model.vae import StreamingDecoder, VaeState
 from ..specs import RolloutSpec
 from .anchors import Anchors, check_anchors, plan_anchors, reseed
+from .budget import fit_run
 from .cost import rounds
 from .events import AnchorBlockReady, ChunkReady, Event, LaneInfo, TaskFinished, Timeline
 from .executor import run_placed
-from .forward import FastOptions
 from .inputs import checked_inputs, empty_latents
 from .lanes import DevicePlan
 from .ops import RunInputs
@@ -80,15 +81,24 @@ def render(
     ``check_cancel`` run on the calling thread, the latter at least every 50 ms; what they raise stops every lane within
     one forward and propagates. ``reuse_bytes`` of host memory hold what later renders with this backbone can go on
     from (see ``engine.reuse``); reused chunks arrive as events too, first. 0 reuses nothing and drops what is held.
-    Raises ``ValueError`` for inputs that do not fit, ``TaskFailed`` when a task fails.
+    Raises ``ValueError`` for inputs that do not fit, ``DoesNotFit`` for too little memory, ``TaskFailed`` when a task
+    fails.
     """
     inputs = _inputs(backbone, spec, texts, anchors=anchors, start=start)
     if decode and backbone.vae is None:
         raise ValueError("decode=True needs a backbone with an autoencoder; load one, or decode the latents elsewhere")
     graph = build_graph(inputs.spec, decode=decode, given_anchors=anchors is not None)
     lanes = lanes_for(devices.resolve())
-    run = _resume(graph, inputs, backbone, lanes=lanes, fast=devices.fast, reuse_bytes=reuse_bytes)
-    placement = place(run.graph, lanes=lanes, layout=devices.layout, order=devices.order, decode=devices.decode)
+    run = _resume(graph, inputs, backbone, devices=devices, lanes=lanes, reuse_bytes=reuse_bytes)
+
+    @cache
+    def placed(order: str) -> Placement:
+        return place(run.graph, lanes=lanes, layout=devices.layout, order=order, decode=devices.decode)
+
+    placement = placed(devices.order)
+    fit = fit_run(
+        backbone, run.graph, spec=inputs.spec, batch=inputs.batch, devices=devices, placed=placed, pages=run.pages
+    )
     out = empty_latents(backbone, inputs, frames=inputs.spec.shape.latent_frames)
     events = _Events(out, inputs.spec, on_event=on_event, skipped=len(graph) - len(run.graph))
     began = time.perf_counter()
@@ -103,6 +113,7 @@ def render(
         check_cancel=check_cancel,
         resume=run,
         fast=devices.fast,
+        fit=fit,
     )
     if run.keys:
         remember(run, store=backbone.store, latents=events.latents, kv=report.kept, budget=reuse_bytes)
@@ -161,8 +172,8 @@ def _resume(
     inputs: RunInputs,
     backbone: Backbone,
     *,
+    devices: DevicePlan,
     lanes: Sequence[LaneInfo],
-    fast: FastOptions,
     reuse_bytes: int,
 ) -> Resume:
     if reuse_bytes < 0:
@@ -170,13 +181,15 @@ def _resume(
     backbone.store.shrink(reuse_bytes)
     if not reuse_bytes or inputs.spec.compacts:  # what a KV policy keeps from chunk to chunk is in no snapshot
         return whole(graph, inputs.spec)
-    page_bytes = bank_shape(backbone, inputs).bank_bytes(frames=1)
+    kv = devices.memory.kv
+    page_bytes = bank_shape(backbone, inputs, packed=kv == "fp8").bank_bytes(frames=1)
     return resume(
         graph,
         inputs=inputs,
         backbone=backbone,
         devices=tuple(lane.device for lane in lanes),
-        fast=fast,
+        fast=devices.fast,
+        kv_form=kv,
         page_bytes=page_bytes,
         budget=reuse_bytes,
     )

@@ -6,7 +6,7 @@ whose ``Resume`` says which part of the rollout it is.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from ..kv.pages import kv_slots
 from ..model.attention import resolve_attention
 from ..model.roles import Backbone
 from ..model.vae import StreamingDecoder
+from .budget import Fit
 from .events import AnchorBlockReady, ChunkReady, Event, FramesReady, TaskFinished, TaskSpan
 from .forward import FastOptions, Forwarders, kind_of
 from .lanes import Lane, LaneTensor
+from .offload import BlockStream, streamed
 from .ops import OPS, LaneState, RunInputs
 from .replicas import backbone_on
 from .reuse import Resume, kept_kv
@@ -73,7 +75,9 @@ class Run:
         lanes: Sequence[Lane],
         poison: bool,
         fast: FastOptions = FastOptions(),  # noqa: B008 (frozen)
+        fit: Fit = Fit(),  # noqa: B008 (frozen)
     ) -> None:
+        """``fit`` says how keys and values are held, and which blocks' weights stay in host memory."""
         self.graph = graph = resume.graph
         self.inputs = inputs
         self.keep = resume.keep
@@ -85,16 +89,22 @@ class Run:
         self.marks: dict[str, Mark] = {}
         self.lane_of: dict[str, int] = {}
         self.began = time.perf_counter()
-        shape = bank_shape(backbone, inputs)
+        shape = bank_shape(backbone, inputs, packed=fit.packed)
+        fast = replace(fast, graphs="off") if fit.resident else fast  # a recording would keep weights in their place
         prompts = {task: inputs.spec.prompt_at(inputs.frames_of(task)[0]) for task in graph.tasks if task.is_forward}
         uses = [kind_of(task, plan.views[task.id], prompt=prompt) for task, prompt in prompts.items()]
         forwarders = Forwarders(fast, uses=uses, devices=[lane.device for lane in lanes])
         devices: dict[torch.device, Backbone] = {}
+        self.streams: list[BlockStream] = []
         self.states: list[LaneState] = []
         for lane in lanes:
+            resident = fit.resident.get(str(lane.device))
             if lane.device not in devices:
-                devices[lane.device] = backbone_on(backbone, lane.device)
+                devices[lane.device] = backbone_on(backbone, lane.device, resident=resident)
             local = devices[lane.device]
+            if resident is not None:
+                self.streams.append(BlockStream(lane.device, name=lane.name))
+                local = replace(local, models=streamed(local.models, self.streams[-1]))
             banks = LaneBanks(
                 plan, shape=shape, ledger=self.ledger, device=lane.device, poison=poison, copy=lane.ops.copy
             )
@@ -167,9 +177,11 @@ class Run:
             state.banks.free()
             state.forward.free()
             state.contexts.clear()
+        for stream in self.streams:
+            stream.free()
 
 
-def bank_shape(backbone: Backbone, inputs: RunInputs) -> BankShape:
+def bank_shape(backbone: Backbone, inputs: RunInputs, *, packed: bool = False) -> BankShape:
     config = backbone.config
     return BankShape(
         batch=inputs.batch,
@@ -178,4 +190,5 @@ def bank_shape(backbone: Backbone, inputs: RunInputs) -> BankShape:
         num_heads=config.num_heads,
         head_dim=config.head_dim,
         dtype=backbone.dtype,
+        packed=packed,
     )

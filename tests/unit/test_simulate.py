@@ -235,6 +235,7 @@ def test_a_timeline_survives_json_and_is_the_contract_s() -> None:
         rounds=3.0,
         predicted_s=0.9,
         peak_kv_bytes=(7,),
+        peak_bytes={"cuda:0": 9},
     )
     data = json.loads(json.dumps(timeline.to_json()))
     assert data == {
@@ -244,6 +245,7 @@ def test_a_timeline_survives_json_and_is_the_contract_s() -> None:
         "rounds": 3.0,
         "predicted_s": 0.9,
         "peak_kv_bytes": [7],
+        "peak_bytes": {"cuda:0": 9},
     }
     assert Timeline.from_json(data) == timeline
 
