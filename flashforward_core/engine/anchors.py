@@ -13,7 +13,7 @@ from ..model.roles import Backbone
 from ..specs import TEMPORAL_FACTOR, RolloutSpec
 from .budget import fit_run
 from .events import AnchorBlockReady, Event
-from .executor import run_placed
+from .executor import runner
 from .inputs import checked_inputs, empty_latents
 from .lanes import DevicePlan
 from .ops import RunInputs
@@ -203,7 +203,9 @@ def _plan(
     """Run planner tasks; return the anchors' latents, of which only those of the blocks that ran are filled in."""
     assert all(task.role is Role.PLANNER for task in graph.tasks)
     devices = planner.devices
-    lanes = lanes_for(devices.resolve()[:1])
+    lanes = lanes_for(devices.resolve())
+    if not devices.ray_address:  # there all lanes are kept, since a render that follows wants them with their weights
+        lanes = lanes[:1]
 
     @cache
     def placed(order: str) -> Placement:
@@ -219,7 +221,7 @@ def _plan(
         if on_event is not None:
             on_event(event)
 
-    run_placed(
+    runner(devices.ray_address)(
         graph,
         inputs=inputs,
         backbone=planner.backbone,

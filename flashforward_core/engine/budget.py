@@ -202,6 +202,10 @@ def fit_run(
 
     ``placed`` places it in the order that it is given.
     """
+    if devices.ray_address:  # each machine's memory is its own matter
+        if devices.memory.offload == "on":
+            log.warning("offload=on has no effect with ray_address: lanes there hold all of their weights")
+        return Fit(options=devices.memory)
     question = Question(
         graph=graph,
         spec=spec,

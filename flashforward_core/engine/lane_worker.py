@@ -17,6 +17,7 @@ from ..graph.task import Slot
 from ..kv.pages import PagePlan, kv_slots
 from ..model.loading import load_again
 from ..model.roles import Backbone, WeightsFrom
+from .budget import Fit
 from .events import Event, TaskFinished
 from .forward import FastOptions
 from .lanes import CallerLane, LaneTensor
@@ -52,6 +53,7 @@ class Rollout:
     pages: PagePlan
     """Of the whole rollout: its order of keys is that of one machine."""
     fast: FastOptions
+    fit: Fit
     poison: bool
 
 
@@ -109,9 +111,15 @@ class LaneWorker:
         assert self._backbone is not None and self._lane is not None
         self.end()
         keep = frozenset(slot for slots in share.leaves.values() for slot in slots)
-        resume = Resume(graph=share.graph, pages=rollout.pages, keep=keep)
-        lane, backbone = self._lane, self._backbone
-        self._run = Run(resume, rollout.inputs, backbone, lanes=[lane], poison=rollout.poison, fast=rollout.fast)
+        self._run = Run(
+            Resume(graph=share.graph, pages=rollout.pages, keep=keep),
+            rollout.inputs,
+            self._backbone,
+            lanes=[self._lane],
+            poison=rollout.poison,
+            fast=rollout.fast,
+            fit=rollout.fit,
+        )
         self._share, self._running, self._tasks = share, rollout.run, share.graph.by_id()
         return self._run.began
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ..graph.task import ForwardTask, Kind, Role, Slot, TaskGraph
-from ..kv.pages import plan_pages
 from ..model.roles import Backbone
+from .budget import Fit
 from .cost import num_keys, rounds
 from .events import ChunkReady, Event, TaskFinished
 from .executor import Delivery, TaskFailed
@@ -22,6 +22,7 @@ from .lane_worker import LaneError, Rollout, packed_event
 from .ops import RunInputs
 from .placement import Placement
 from .ray_lanes import Fleet, LaneLost
+from .reuse import Resume, whole
 from .run import RunReport, bank_shape
 from .shares import Share, shares_of
 from .simulate import run_lanes
@@ -67,7 +68,9 @@ def run_on_ray(
     on_event: Callback | None = None,
     check_cancel: CheckCancel | None = None,
     poison: bool = False,
+    resume: Resume | None = None,
     fast: FastOptions = FastOptions(),  # noqa: B008 (frozen)
+    fit: Fit = Fit(),  # noqa: B008 (frozen)
     anchor_kv: str = "auto",
 ) -> RunReport:
     """Run ``graph`` on the Ray cluster at ``address``, an actor per lane; like ``run_placed`` in everything else.
@@ -77,12 +80,14 @@ def run_on_ray(
     by then is whole.
     """
     assert anchor_kv in ANCHOR_KV, anchor_kv
+    part = resume or whole(graph, inputs.spec)
+    assert not part.kv and not part.keep, "what is kept of a rollout stays on the machine that made it"
     run_lanes(graph, placement=placement, cost=rounds)  # asserts that lanes never wait for each other in a circle
     crew = crew_for(backbone, placement, address=address, check_cancel=check_cancel)
     encode = encoders(crew, graph, inputs=inputs, backbone=backbone, anchor_kv=anchor_kv)
     shares = shares_of(graph, placement=placement, encode=encode)
     number = next(_numbers)
-    rollout = Rollout(run=number, inputs=inputs, pages=plan_pages(inputs.spec, graph), fast=fast, poison=poison)
+    rollout = Rollout(run=number, inputs=inputs, pages=part.pages, fast=fast, fit=fit, poison=poison)
     driver = _Driver(crew, shares, number=number, on_event=on_event)
     try:
         driver.run(rollout, check_cancel=check_cancel)

@@ -19,7 +19,7 @@ from .anchors import Anchors, check_anchors, plan_anchors, reseed
 from .budget import fit_run
 from .cost import rounds
 from .events import AnchorBlockReady, ChunkReady, Event, LaneInfo, TaskFinished, Timeline
-from .executor import run_placed
+from .executor import runner
 from .inputs import checked_inputs, empty_latents
 from .lanes import DevicePlan
 from .ops import RunInputs
@@ -82,7 +82,7 @@ def render(
     one forward and propagates. ``reuse_bytes`` of host memory hold what later renders with this backbone can go on
     from (see ``engine.reuse``); reused chunks arrive as events too, first. 0 reuses nothing and drops what is held.
     Raises ``ValueError`` for inputs that do not fit, ``DoesNotFit`` for too little memory, ``TaskFailed`` when a task
-    fails.
+    fails, ``LaneLost`` when a machine of a Ray cluster does.
     """
     inputs = _inputs(backbone, spec, texts, anchors=anchors, start=start)
     if decode and backbone.vae is None:
@@ -104,7 +104,7 @@ def render(
     began = time.perf_counter()
     events.replay({slot: value for slot, value in inputs.given.items() if slot.space is Space.LATENT})
     events.replay(run.latents)
-    report = run_placed(
+    report = runner(devices.ray_address)(
         run.graph,
         inputs=replace(inputs, given={**inputs.given, **run.latents}),
         backbone=backbone,
@@ -179,7 +179,8 @@ def _resume(
     if reuse_bytes < 0:
         raise ValueError(f"reuse_bytes={reuse_bytes} is below 0; use 0 to reuse nothing")
     backbone.store.shrink(reuse_bytes)
-    if not reuse_bytes or inputs.spec.compacts:  # what a KV policy keeps from chunk to chunk is in no snapshot
+    # what a KV policy keeps from chunk to chunk is in no snapshot, and another machine's KV stays there
+    if not reuse_bytes or inputs.spec.compacts or devices.ray_address:
         return whole(graph, inputs.spec)
     kv = devices.memory.kv
     page_bytes = bank_shape(backbone, inputs, packed=kv == "fp8").bank_bytes(frames=1)
