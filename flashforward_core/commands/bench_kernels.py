@@ -3,7 +3,8 @@
 import copy
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,17 +12,18 @@ from torch import Tensor, nn
 
 from ..engine.forward import FastOptions
 from ..graph.task import Role
-from ..model.attention import ATTENTION, AUTO_ORDER, sdpa
+from ..model.attention import ATTENTION, AUTO_ORDER, resolve_attention, sdpa
 from ..model.compiled import compiled_parts
 from ..model.fp8_matmul import use_fp8_matmul
 from ..model.roles import Backbone
 from ..model.transformer import CausalWanTransformer
 from ..model.vae import StreamingDecoder, VaeState
-from ..specs import TEMPORAL_FACTOR, RolloutSpec, VideoShape
+from ..specs import LATENT_CHANNELS, TEMPORAL_FACTOR, RolloutSpec, VideoShape
 from .bench_models import bench_texts
 
 WARM_LATENTS = 3  # the first latent frame has a shape of its own; kernels are chosen on the second and third
 TIMED_LATENTS = 6
+TIMED_CALLS = 10
 
 
 def decode_rates(vae: Any, shape: VideoShape, *, compiles: bool) -> Iterator[tuple[str, float]]:
@@ -70,6 +72,35 @@ def channels_last(module: nn.Module) -> nn.Module:
     return module
 
 
+def attention_times(
+    backbone: Backbone, spec: RolloutSpec, *, device: torch.device
+) -> Iterator[tuple[int, float, float]]:
+    """Yield (context in latent frames, seconds, seconds of the first call) of one block's self-attention.
+
+    Keys are a slice of a longer buffer, as in a bank. Kernels that plan per shape and thread show it in the first call.
+    """
+    config, attend = backbone.config, resolve_attention(backbone.attention, device, dtype=backbone.dtype).attend
+    tokens, chunk = spec.shape.tokens_per_frame, spec.chunk_frames
+    longest = 7 * chunk
+    size = (1, longest * tokens, config.num_heads, config.head_dim)
+    with torch.inference_mode():
+        bank = torch.randn(2, *size, device=device, dtype=backbone.dtype)
+        q = bank[0, :, : chunk * tokens].clone()
+        for context in range(2 * chunk, longest + 1, chunk):
+            k, v = bank[0, :, : context * tokens], bank[1, :, : context * tokens]
+            first_s = _seconds(partial(attend, q, k, v), device=device, calls=1)
+            yield context, _seconds(partial(attend, q, k, v), device=device, calls=TIMED_CALLS) / TIMED_CALLS, first_s
+
+
+def _seconds(call: Callable[[], object], *, device: torch.device, calls: int) -> float:
+    wait(device)
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    wait(device)
+    return time.perf_counter() - began
+
+
 def forward_errors(
     backbone: Backbone, spec: RolloutSpec, *, fast: FastOptions
 ) -> Iterator[tuple[dict[str, Any], float]]:
@@ -79,17 +110,19 @@ def forward_errors(
     ``spec``, attending to itself.
     """
     model = backbone.models[Role.RENDERER]
+    if "Fp8" in repr(model.blocks[0]):
+        raise ValueError("precision='fp8' has lost the weights to compare with; use bf16, which measures fp8 beside it")
     device = next(model.parameters()).device
     names = [name for name in AUTO_ORDER if ATTENTION[name].obstacle(device) is None and _takes(name, backbone)]
     exact = velocity(_exact(backbone), spec, backbone, attend=sdpa)
     for name, compiles in itertools.product(names or ["sdpa"], (False, True)):
         if compiles and not fast.compiles(device):
             continue
-        parts = compiled_parts(device, Role.RENDERER, spec.shape.latent_frames) if compiles else None
+        parts = compiled_parts(device, Role.RENDERER, _latent_size(spec)) if compiles else None
         found = velocity(model, spec, backbone, attend=ATTENTION[name].attend, parts=parts)
         error = ((found - exact).norm() / exact.norm()).item()
         yield {"attention": name, "compile": "on" if compiles else "off"}, error
-    if backbone.dtype == torch.bfloat16 and "Fp8" not in repr(model.blocks[0]):
+    if backbone.dtype == torch.bfloat16:
         rounded = copy.deepcopy(model)
         use_fp8_matmul(rounded)
         found = velocity(rounded, spec, backbone, attend=sdpa)
@@ -97,6 +130,11 @@ def forward_errors(
             {"attention": "sdpa", "precision": "fp8", "compile": "off"},
             ((found - exact).norm() / exact.norm()).item(),
         )
+
+
+def _latent_size(spec: RolloutSpec) -> tuple[int, ...]:
+    shape = spec.shape
+    return (1, LATENT_CHANNELS, shape.latent_frames, shape.latent_height, shape.latent_width)
 
 
 def _takes(name: str, backbone: Backbone) -> bool:
@@ -113,8 +151,7 @@ def velocity(model: CausalWanTransformer, spec: RolloutSpec, backbone: Backbone,
     attend = options.pop("attend")
     device = next(model.parameters()).device
     shape, generator = spec.shape, torch.Generator().manual_seed(1)
-    size = (1, 16, shape.latent_frames, shape.latent_height, shape.latent_width)
-    x = torch.randn(size, generator=generator).to(device)
+    x = torch.randn(_latent_size(spec), generator=generator).to(device)
     with torch.inference_mode():
         text = model.text_context(bench_texts(backbone)[0].to(device), Role.RENDERER)
         out: Tensor = model(

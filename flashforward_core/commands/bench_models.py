@@ -1,5 +1,7 @@
 """Models to measure: the embedded one, or random weights of the real sizes, made on the device."""
 
+import logging
+
 import torch
 from torch import nn
 
@@ -9,6 +11,8 @@ from ..model.fp8_matmul import use_fp8_matmul
 from ..model.loading import load_embedded
 from ..model.roles import Backbone
 from ..model.transformer import CausalWanTransformer
+
+log = logging.getLogger(__name__)
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 """Name -> dtype of what is not in 8 bits; ``fp8`` multiplies the blocks' linears in 8 bits."""
@@ -20,8 +24,8 @@ def bench_backbone(
 ) -> Backbone:
     """Return a backbone on ``device``. Speed does not depend on the weights' values, so the large ones are random.
 
-    ``decoder`` adds a random autoencoder of Wan's size; the embedded model has its own. Both roles share
-    one weight set.
+    ``decoder`` adds a random autoencoder of Wan's size, if diffusers is there; the embedded model has its own. Both
+    roles share one weight set.
     """
     dtype = PRECISIONS[precision]
     if MODELS[model] is EMBEDDED:
@@ -62,9 +66,13 @@ def _fill(name: str, parameter: nn.Parameter, generator: torch.Generator) -> Non
         parameter.fill_(float(name.endswith("weight")))  # norms scale by 1, biases are 0
 
 
-def random_vae(device: torch.device) -> nn.Module:
-    """Return diffusers' Wan 2.1 autoencoder with random weights, in bfloat16 on CUDA."""
-    from diffusers import AutoencoderKLWan
+def random_vae(device: torch.device) -> nn.Module | None:
+    """Return diffusers' Wan 2.1 autoencoder with random weights, in bfloat16 on CUDA; None without diffusers."""
+    try:
+        from diffusers import AutoencoderKLWan
+    except ModuleNotFoundError as error:
+        log.warning("%s is not installed, so nothing can be decoded", error.name)
+        return None
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with torch.inference_mode(False), torch.device(device):

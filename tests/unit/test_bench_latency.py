@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 
 from flashforward_core.cli import main
 from flashforward_core.commands import bench_kernels
-from flashforward_core.commands.bench_latency import METRICS, Bench, add_arguments, forward_seconds, steady_rate
+from flashforward_core.commands.bench_engine import Bench, forward_seconds, frames_to, steady_rate
+from flashforward_core.commands.bench_latency import METRICS, add_arguments, run
 from flashforward_core.commands.bench_models import random_transformer
 from flashforward_core.commands.bench_rows import RowBook, read_rows
 from flashforward_core.engine.cost import CostKey, load_cost
@@ -20,7 +22,7 @@ from flashforward_core.engine.forward import FastOptions
 from flashforward_core.engine.rollout import RenderResult
 from flashforward_core.graph.schedules import build_graph
 from flashforward_core.graph.task import Role
-from flashforward_core.specs import AnchorPlan
+from flashforward_core.specs import AnchorPlan, VideoShape
 
 pytestmark = pytest.mark.cpu
 
@@ -103,7 +105,7 @@ def arguments(**changes: Any) -> argparse.Namespace:
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Bench.of(arguments(**changes))
+        run(arguments(**changes))
 
 
 def test_one_failing_metric_does_not_lose_the_others(
@@ -118,7 +120,26 @@ def test_one_failing_metric_does_not_lose_the_others(
     words = ["bench", "latency", "--devices", "cpu", "--metrics", "lane_scaling", "decode_fps", "--json", str(path)]
     assert main(words) == 1
     assert [row["metric"] for row in json.loads(path.read_text())] == ["decode_fps"]
-    assert "lane_scaling: RuntimeError: out of memory" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "FAILED lane_scaling (sdpa): RuntimeError: out of memory\n" in said
+    assert "not measured: lane_scaling (sdpa)" in said
+
+
+def test_jobs_end_with_the_last_frames_where_pyav_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "flashforward_core.media", None)
+    path = tmp_path / "job.mp4"
+    with frames_to(path, VideoShape(width=32, height=32, latent_frames=1)) as (write, encoded):
+        write(torch.zeros(1, 32, 32, 3, dtype=torch.uint8))
+    assert not encoded and not path.exists()
+    assert "write no mp4" in caplog.text
+
+
+def test_attention_is_timed_at_every_context_of_the_renderer(rig: Any) -> None:
+    found = list(bench_kernels.attention_times(rig.backbone(), rig.spec(), device=torch.device("cpu")))
+    assert [context for context, _, _ in found] == [6, 9, 12, 15, 18, 21]
+    assert all(seconds > 0 and first_s > 0 for _, seconds, first_s in found)
 
 
 def test_the_command_measures_predicts_and_fits(tmp_path: Path) -> None:

@@ -1,0 +1,250 @@
+"""Rollouts run to be timed: the shared model, warm-ups, and what is read off a run."""
+
+import argparse
+import contextlib
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..engine.cost import CostModel, num_keys
+from ..engine.events import Event, FramesReady, TaskSpan
+from ..engine.forward import FastOptions
+from ..engine.lanes import DevicePlan
+from ..engine.rollout import RenderResult, render
+from ..graph.schedules import build_graph, spec_for
+from ..graph.task import ForwardTask, Kind, Role, TaskGraph
+from ..model.attention import resolve_attention
+from ..model.compiled import gave_up, num_compilations
+from ..model.config import EMBEDDED, MODELS
+from ..model.roles import Backbone
+from ..specs import RolloutSpec, VideoShape
+from .bench_models import PRECISIONS, bench_backbone, bench_texts
+from .bench_rows import RowBook, machine
+from .simulate import RESOLUTIONS, size_of
+
+log = logging.getLogger(__name__)
+
+WARM_LATENTS = 21
+"""Enough for one anchor block and every shape that a rollout of whole chunks compiles."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """One rollout and what it took."""
+
+    result: RenderResult
+    seconds: float
+    """Wall clock, from the call to the result."""
+    first_frames_s: float | None
+    peak_bytes: tuple[int, ...]
+    """Most memory allocated on each CUDA device in use, weights included; empty on a CPU."""
+    compilations: int
+    """Graphs compiled during the run: 0 when the warm-up has seen every shape."""
+    encoded: bool = False
+    """Whether an mp4 was written."""
+
+
+class Models:
+    """The backbone to measure, made when first used, and its prompt; every kernel's bench shares them."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self._args = args
+        self._device = device
+
+    @cached_property
+    def backbone(self) -> Backbone:
+        wants_frames = bool({"job_s", "decode_fps"} & set(self._args.metrics))
+        began = time.perf_counter()
+        made = bench_backbone(
+            self._args.model,
+            device=self._device,
+            precision=self._args.precision,
+            attention="auto",
+            decoder=wants_frames,
+        )
+        print(f"weights of {self._args.model} made in {time.perf_counter() - began:.1f} s", flush=True)
+        return made
+
+    @cached_property
+    def texts(self) -> list[torch.Tensor]:
+        return bench_texts(self.backbone)
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """What the metrics of one attention kernel share: settings, the model, and the fitted costs."""
+
+    args: argparse.Namespace
+    resolution: str
+    attention: str
+    device: torch.device
+    """Where the weights are made and single lanes run."""
+    models: Models
+    book: RowBook
+    decode_frame_s: float = 0.0
+    _warm: set[tuple[tuple[str, ...], bool]] = field(default_factory=set)
+    _singles: dict[tuple[str, int], Timed] = field(default_factory=dict)
+
+    @classmethod
+    def each(cls, args: argparse.Namespace) -> "list[Bench]":
+        """Return one per attention kernel. Check the options; ``ValueError`` names what is wrong."""
+        if args.model not in MODELS:
+            raise ValueError(f"model={args.model!r} is unknown; use one of: {', '.join(MODELS)}")
+        if args.precision not in PRECISIONS:
+            raise ValueError(f"precision={args.precision!r} is unknown; use one of: {', '.join(PRECISIONS)}")
+        embedded = MODELS[args.model] is EMBEDDED
+        resolution = args.resolution or ("128x192" if embedded else "480p")
+        if embedded and size_of(resolution) != RESOLUTIONS["128x192"]:
+            raise ValueError(f"resolution={resolution!r} does not fit model='embedded'; use 128x192, its only size")
+        device = torch.device(DevicePlan(devices=(args.devices[0],)).resolve()[0])
+        dtype = PRECISIONS[args.precision]
+        names = dict.fromkeys(resolve_attention(name, device, dtype=dtype).name for name in args.attention)
+        common = {"model": args.model, "resolution": resolution, "precision": args.precision}
+        common |= {"compile": args.compile, "graphs": args.graphs}
+        models, named = Models(args, device), {"commit": args.commit} if args.commit else {}
+        return [
+            cls(
+                args=args,
+                resolution=resolution,
+                attention=name,
+                device=device,
+                models=models,
+                book=RowBook(path=args.json, machine=machine(device), common={**common, "attention": name}, **named),
+            )
+            for name in names
+        ]
+
+    @cached_property
+    def backbone(self) -> Backbone:
+        return replace(self.models.backbone, attention=self.attention)
+
+    def spec(self, schedule: str, latents: int) -> RolloutSpec:
+        width, height = size_of(self.resolution)
+        return spec_for(
+            RolloutSpec(shape=VideoShape(width=width, height=height, latent_frames=latents), schedule=schedule)
+        )
+
+    def plan(self, devices: str, *, layout: str = "auto", decode: str = "auto") -> DevicePlan:
+        fast = FastOptions(compile=self.args.compile, graphs=self.args.graphs)
+        return DevicePlan(devices=(devices,), layout=layout, order=self.args.order, decode=decode, fast=fast)
+
+    def timed(self, spec: RolloutSpec, plan: DevicePlan, *, video: Path | None = None) -> Timed:
+        """Run ``spec`` ``repeats`` times and return the fastest, after a short warm-up of ``plan``'s devices.
+
+        ``video`` is written too.
+        """
+        if (plan.devices, video is None) not in self._warm:
+            began = time.perf_counter()
+            short = replace(spec.shape, latent_frames=min(WARM_LATENTS, spec.shape.latent_frames))
+            warm = spec_for(replace(spec, shape=short))
+            render(self.backbone, warm, self.models.texts, devices=plan, decode=video is not None)
+            self._warm.add((plan.devices, video is None))
+            print(f"warm-up on {','.join(plan.devices)}: {time.perf_counter() - began:.1f} s", flush=True)
+        runs = [self._once(spec, plan, video=video) for _ in range(self.args.repeats)]
+        return min(runs, key=lambda run: run.seconds)
+
+    def _once(self, spec: RolloutSpec, plan: DevicePlan, *, video: Path | None) -> Timed:
+        devices = sorted({name for name in plan.resolve() if name != "cpu"})
+        for name in devices:
+            torch.cuda.reset_peak_memory_stats(name)
+        compiled = num_compilations()
+        began, first = time.perf_counter(), None
+        with frames_to(video, spec.shape) as (write, encoded):
+
+            def on_event(event: Event) -> None:
+                nonlocal first
+                if isinstance(event, FramesReady):
+                    first = time.perf_counter() - began if first is None else first
+                    write(event.frames[0])
+
+            decode = video is not None
+            result = render(
+                self.backbone,
+                spec,
+                self.models.texts,
+                devices=plan,
+                decode=decode,
+                on_event=on_event if decode else None,
+            )
+        seconds = time.perf_counter() - began
+        if self.plan("auto").fast.compiles(self.device) and gave_up():
+            raise RuntimeError("blocks could not be compiled (see the warning), so these are no times of compiled ones")
+        return Timed(
+            result=result,
+            seconds=seconds,
+            first_frames_s=first,
+            peak_bytes=tuple(torch.cuda.max_memory_allocated(name) for name in devices),
+            compilations=num_compilations() - compiled,
+            encoded=encoded,
+        )
+
+    def single(self, schedule: str, latents: int) -> Timed:
+        """Return a rollout on one lane of the first device; measured once."""
+        key = (schedule, latents)
+        if key not in self._singles:
+            self._singles[key] = self.timed(self.spec(schedule, latents), self.plan(str(self.device), layout="single"))
+        return self._singles[key]
+
+    @cached_property
+    def cost(self) -> CostModel:
+        """Costs fitted to the forwards of one lane, by the number of keys."""
+        latents = max(self.args.latents)
+        spec = self.spec("flashforward", latents)
+        medians = forward_seconds(build_graph(spec, decode=False), spec, self.single("flashforward", latents).result)
+        return CostModel.fit({keys: seconds for (_, keys), seconds in medians.items()})
+
+
+@contextlib.contextmanager
+def frames_to(path: Path | None, shape: VideoShape) -> Iterator[tuple[Callable[[Any], None], bool]]:
+    """Open a video file at ``path``; yield what takes frames [F, H, W, 3] and whether they are encoded.
+
+    Without PyAV, or a path, frames are dropped.
+    """
+    try:
+        from ..media import VideoWriter
+    except ModuleNotFoundError:
+        if path is not None:
+            log.warning("PyAV is not installed, so jobs end with the last frames and write no mp4")
+        path = None
+    if path is None:
+        yield (lambda frames: None), False
+        return
+    with VideoWriter(path, width=shape.width, height=shape.height, fps=shape.fps) as writer:
+        yield (lambda frames: writer.write(frames.numpy())), True
+
+
+def forward_seconds(graph: TaskGraph, spec: RolloutSpec, result: RenderResult) -> dict[tuple[Role, int], float]:
+    """Return the median seconds of a run's denoising forwards, by role and number of keys."""
+    tasks: Mapping[str, ForwardTask] = graph.by_id()
+    found: dict[tuple[Role, int], list[float]] = {}
+    for span in result.timeline.spans:
+        task = tasks[span.task]
+        if task.kind is Kind.DENOISE and task.role is not None:
+            found.setdefault((task.role, num_keys(task, spec)), []).append(span.end_s - span.start_s)
+    return {key: statistics.median(times) for key, times in found.items()}
+
+
+def steady_rate(spans: Sequence[TaskSpan]) -> float:
+    """Return tasks per second in the middle half of a run, when every lane has work."""
+    start, end = min(span.start_s for span in spans), max(span.end_s for span in spans)
+    low, high = start + (end - start) / 4, end - (end - start) / 4
+    done = sorted(span.end_s for span in spans if low <= span.end_s <= high)
+    if len(done) < 2:
+        raise ValueError(f"latents are too few for a steady rate: {len(spans)} forwards; use latents=41 or more")
+    return (len(done) - 1) / (done[-1] - done[0])
+
+
+def write_traces(folder: Path, name: str, **timelines: Any) -> None:
+    """Write each timeline as JSON and as a Chrome trace."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for source, timeline in timelines.items():
+        (folder / f"{name}_{source}.json").write_text(json.dumps(timeline.to_json()))
+        (folder / f"{name}_{source}.trace.json").write_text(json.dumps(timeline.to_chrome_trace()))
