@@ -280,8 +280,9 @@ class DevicePlan:
     def resolve(self) -> tuple[str, ...]:
         """Return the device of each lane: ``auto`` is every CUDA device, or one CPU.
 
-        On a Ray cluster see ``ray_lanes.cluster_devices``. A device that this machine lacks is left out, with one warning that tells both counts. A word that is no
-        device, and a count outside 1 to ``MAX_DEVICES``, raise ``ValueError``.
+        A device that this machine lacks is left out, with one warning that tells both counts; for a Ray cluster see
+        ``ray_lanes.cluster_devices``. A word that is no device, and a count outside 1 to ``MAX_DEVICES``, raise
+        ``ValueError``.
         """
         parts = [part.strip() for entry in self.devices for part in entry.split(",")]
         asked = [name for part in parts for name in _expand(part, remote=bool(self.ray_address))]
