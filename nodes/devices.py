@@ -1,5 +1,6 @@
 """Where rollouts run: the Devices node, and what holds when none is connected."""
 
+import os
 import re
 from functools import lru_cache
 from typing import Any
@@ -9,13 +10,15 @@ import torch
 from comfy.cli_args import args
 from comfy_api.latest import io
 
-from flashforward_core.engine.placement import LAYOUTS, ORDERS
+from flashforward_core.engine.placement import DECODES, LAYOUTS, ORDERS
+from flashforward_core.engine.ray_lanes import check_address
 from flashforward_core.engine.rollout import DevicePlan
 
 from .sockets import CATEGORY, DevicesSocket, expert
 
 AUTO = "auto"
 MAX_LANES = 64
+TRUSTED = "FLASHFORWARD_RAY"  # this variable of the server's environment lists the clusters that workflows may name
 _ENTRY = re.compile(r"[a-z]+(?::\d+)?(?:\*(\d+))?")
 
 
@@ -29,7 +32,9 @@ def default_devices() -> DevicePlan:
     return DevicePlan(devices=(str(default_device()),))
 
 
-def device_plan(*, devices: str = AUTO, layout: str = AUTO, order: str = ORDERS[0]) -> DevicePlan:
+def device_plan(
+    *, devices: str = AUTO, layout: str = AUTO, order: str = ORDERS[0], decode: str = AUTO, ray_address: str = ""
+) -> DevicePlan:
     """Read the Devices node's values; ``ValueError`` names what cannot be read.
 
     Devices that this machine lacks are no error: a workflow survives opening elsewhere (see ``DevicePlan.resolve``).
@@ -38,13 +43,30 @@ def device_plan(*, devices: str = AUTO, layout: str = AUTO, order: str = ORDERS[
         raise ValueError(f"layout={layout!r} is unknown; use one of: {', '.join([AUTO, *LAYOUTS])}")
     if order not in ORDERS:
         raise ValueError(f"order={order!r} is unknown; use one of: {', '.join(ORDERS)}")
+    if decode not in DECODES:
+        raise ValueError(f"decode={decode!r} is unknown; use one of: {', '.join(DECODES)}")
+    ray_address = ray_address.strip()
+    _check_trust(ray_address)
     entries = [part.strip().lower() for part in devices.split(",")]
     lanes = sum(_lanes(entry, devices=devices) for entry in entries)
     if lanes > MAX_LANES:
         raise ValueError(f"devices={devices!r} asks for {lanes} lanes, above {MAX_LANES}; use fewer")
-    if args.cpu:  # ComfyUI was told to leave the GPUs alone, so "all of them" is none
+    if args.cpu and not ray_address:  # ComfyUI was told to leave the GPUs alone, so "all of them" is none
         entries = ["cpu" if entry == AUTO else entry for entry in entries]
-    return DevicePlan(devices=tuple(entries), layout=layout, order=order)
+    return DevicePlan(devices=tuple(entries), layout=layout, order=order, decode=decode, ray_address=ray_address)
+
+
+def _check_trust(ray_address: str) -> None:
+    """Refuse clusters that only the workflow knows: what joins one runs what it is sent."""
+    if not ray_address:
+        return
+    check_address(ray_address)
+    trusted = [address.strip() for address in os.environ.get(TRUSTED, "").split(",")]
+    if ray_address not in (AUTO, *trusted):
+        raise ValueError(
+            f"ray_address={ray_address!r} is not trusted here; use auto after `ray start --address={ray_address}` on "
+            f"this machine, or start ComfyUI with {TRUSTED}={ray_address}"
+        )
 
 
 def _lanes(entry: str, *, devices: str) -> int:
@@ -98,16 +120,37 @@ class Devices(io.ComfyNode):
                     tooltip="latency: first frames early. memory: on few devices, all chunks of a stage before the "
                     "next stage, so that one stage's history is held at a time.",
                 ),
+                expert(
+                    io.Combo,
+                    "decode",
+                    options=list(DECODES),
+                    default=AUTO,
+                    optional=True,
+                    tooltip="Where frames are decoded while the video renders. own: the last device does nothing else; "
+                    "shared: the device of the last stage; auto: a device without a stage, if there is one.",
+                ),
+                expert(
+                    io.String,
+                    "ray_address",
+                    default="",
+                    optional=True,
+                    tooltip="Empty: this machine. auto: the Ray cluster that this machine is part of; devices are then "
+                    "the cluster's. HOST:PORT needs to be trusted by whoever runs the server.",
+                ),
             ],
             outputs=[DevicesSocket.Output("devices_out", display_name="devices", tooltip="For Plan.")],
         )
 
     @classmethod
     def validate_inputs(cls, **inputs: Any) -> bool:
-        if isinstance(inputs.get("devices"), str):  # a linked value is known, and read, when the node runs
-            device_plan(devices=inputs["devices"])
+        texts = {name: inputs[name] for name in ("devices", "ray_address") if isinstance(inputs.get(name), str)}
+        device_plan(**texts)  # a linked value is known, and read, when the node runs
         return True
 
     @classmethod
-    def execute(cls, *, devices: str, layout: str, order: str) -> io.NodeOutput:
-        return io.NodeOutput(device_plan(devices=devices, layout=layout, order=order))
+    def execute(
+        cls, *, devices: str, layout: str, order: str, decode: str = AUTO, ray_address: str = ""
+    ) -> io.NodeOutput:
+        return io.NodeOutput(
+            device_plan(devices=devices, layout=layout, order=order, decode=decode, ray_address=ray_address)
+        )

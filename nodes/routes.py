@@ -22,7 +22,7 @@ from .policies import KVPolicyNode, policy_options
 from .summary import predict_plan, to_page
 
 PATH = "/flashforward/plan"
-DEVICES_VALUES = ("devices", "layout", "order")
+DEVICES_VALUES = ("devices", "layout", "order", "decode", "ray_address")
 _KINDS = {
     io.Int.Input: (int, "whole number"),
     io.Float.Input: (int | float, "number"),
@@ -55,7 +55,7 @@ def answer(body: Any) -> dict[str, Any]:
     """Simulate what the page asks for.
 
     ``body`` holds the Plan node's values by name, and where they are known: ``backbone`` and ``kv_policy`` (objects
-    with Load Backbone's and KV Policy's values), the Devices node's ``devices``, ``layout`` and ``order``, and
+    with Load Backbone's and KV Policy's values), the Devices node's values, and
     ``given_anchors`` (whether Plan Anchors runs first). Raises ``ValueError`` for what cannot work.
     """
     if not isinstance(body, dict):
