@@ -67,6 +67,8 @@ def kv_bytes(spec: RolloutSpec, config: WanConfig, *, element_bytes: int = 2) ->
 
 def make_resident(backbone: Backbone, plan: PlanValue) -> None:
     """Have ComfyUI make room on every device of ``plan``, before the engine copies weights there."""
+    if plan.devices.ray_address:
+        return  # other processes' memory
     devices = {torch.device(name) for name in plan.devices.resolve()}
     room = kv_bytes(plan.spec, backbone.config, element_bytes=backbone.dtype.itemsize)
     hold(backbone, devices, memory_required=room // max(1, len(devices)))

@@ -51,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", default="auto", help="auto (every CUDA device, or one CPU), cpu*4, cuda:0,cuda:1, … (auto)"
     )
+    parser.add_argument(
+        "--ray", default="", metavar="ADDRESS", help="run on a Ray cluster: auto (this machine's) or HOST:PORT"
+    )
     parser.add_argument("--layout", default="auto", help=f"one of: auto, {', '.join(LAYOUTS)} (auto)")
     parser.add_argument("--order", default="latency", help=f"one of: {', '.join(ORDERS)} (latency)")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="precision of the transformer's weights (fp32)")
@@ -156,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
     spec = spec_of(args, size=EMBEDDED_SIZE)
     spec = replace(spec, prompts=spans([prompt.time for prompt in prompts], spec.shape))
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    devices = DevicePlan(devices=(args.devices,), layout=args.layout, order=args.order)
+    devices = DevicePlan(devices=(args.devices,), layout=args.layout, order=args.order, ray_address=args.ray)
     try:
         with _one_interrupt():
             result = _render(args, spec, [prompt.text for prompt in prompts], devices)
@@ -170,7 +173,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _render(args: argparse.Namespace, spec: RolloutSpec, prompts: list[str], devices: DevicePlan) -> RenderResult:
-    backbone = load_embedded(args.assets, dtype=DTYPES[args.dtype], device=devices.resolve()[0])
+    device = "cpu" if devices.ray_address else devices.resolve()[0]  # the lanes load weights of their own
+    backbone = load_embedded(args.assets, dtype=DTYPES[args.dtype], device=device)
     texts = [backbone.text_encoder.encode([prompt]) for prompt in prompts]
     progress = Progress(total_frames=spec.shape.video_frames, quiet=args.quiet)
     return render_to_file(backbone, spec, texts, out=args.out, devices=devices, crf=args.crf, progress=progress)
