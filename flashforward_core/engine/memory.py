@@ -122,14 +122,19 @@ class DeviceMemory:
         return self.weights_bytes + self.kv_bytes + self.workspace_bytes + self.decode_bytes
 
     def parts(self) -> str:
-        """Say what it is made of, in GiB."""
+        """Say what it is made of."""
         named = (
             ("weights", self.weights_bytes),
             ("KV", self.kv_bytes),
             ("workspace", self.workspace_bytes),
             ("decoding", self.decode_bytes),
         )
-        return ", ".join(f"{name} {size / GIB:.1f}" for name, size in named if size)
+        return ", ".join(f"{name} {size(count)}" for name, count in named if count)
+
+
+def size(num_bytes: int) -> str:
+    """Write a number of bytes for people."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def predict_memory(
@@ -224,16 +229,21 @@ class _Lane:
         self.prompts = len(prompts)
 
     def workspace(self, sizes: BackboneSizes, options: MemoryOptions) -> int:
-        """Return the most that one forward has at once besides its weights and its bank.
-
-        Either around attention, where norms and rotations are in float32, or in the feed-forward.
-        """
-        config, e = sizes.config, sizes.element_bytes
-        ffn = config.ffn_dim / config.dim
-        per_number = max(4 * FLOAT32 + 7 * e, (8 + 2 * ffn) * e)
-        own = self.tokens * (config.dim * per_number + 5 * config.head_dim)
+        """Return the most that one forward has at once besides its weights and its bank."""
+        own = forward_bytes(sizes.config, tokens=self.tokens, element_bytes=sizes.element_bytes)
         scratch = self.keys if options.kv == "fp8" else self.gathered  # one block's keys and values
-        return int(own) + 2 * scratch * config.dim * e
+        return own + 2 * scratch * sizes.config.dim * sizes.element_bytes
+
+
+def forward_bytes(config: WanConfig, *, tokens: int, element_bytes: int) -> int:
+    """Return the most that an eager forward of ``tokens`` tokens has at once, apart from what it attends to.
+
+    It is either around self-attention, where norms and rotations are in float32, or in the feed-forward; cosines and
+    sines come on top.
+    """
+    around_attention = 4 * FLOAT32 + 7 * element_bytes
+    feed_forward = (8 + 2 * config.ffn_dim / config.dim) * element_bytes
+    return int(tokens * (config.dim * max(around_attention, feed_forward) + 5 * config.head_dim))
 
 
 def bank_peaks(
@@ -288,12 +298,11 @@ class Remedy:
 
 def refuse(found: DeviceMemory, *, limit: int, budget: bool, remedies: Sequence[Remedy]) -> DoesNotFit:
     """Return the error that says what does not fit and what to do, in order. ``remedies`` build on each other."""
-    there = f"the budget is {limit / GIB:.1f} GiB" if budget else f"{limit / GIB:.1f} GiB are free"
-    steps = [f"{remedy.words} ({remedy.peak_bytes / GIB:.1f} GiB)" for remedy in remedies]
+    there = f"the budget is {size(limit)}" if budget else f"{size(limit)} are free"
+    steps = [f"{remedy.words} ({size(remedy.peak_bytes)})" for remedy in remedies]
     advice = ", then ".join([*steps, "a smaller size or history"])
     return DoesNotFit(
-        f"memory: {found.device} needs about {found.peak_bytes / GIB:.1f} GiB ({found.parts()}), but {there}; "
-        f"use {advice}"
+        f"memory: {found.device} needs about {size(found.peak_bytes)} ({found.parts()}), but {there}; use {advice}"
     )
 
 
