@@ -193,6 +193,11 @@ class Bench:
             self._singles[key] = self.timed(self.spec(schedule, latents), self.plan(str(self.device), layout="single"))
         return self._singles[key]
 
+    @property
+    def has_forwards(self) -> bool:
+        """Whether forwards of one lane have been timed."""
+        return bool(self._singles)
+
     @cached_property
     def cost(self) -> CostModel:
         """Costs fitted to the forwards of one lane, by the number of keys."""

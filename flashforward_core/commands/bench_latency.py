@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..engine.cost import CostKey, save_cost
+from ..engine.cost import CostKey, load_cost, save_cost
 from ..engine.forward import CHOICES
 from ..engine.placement import DECODES, LAYOUTS, ORDERS, lanes_for, place
 from ..engine.simulate import simulate
@@ -98,11 +98,14 @@ def _measured(bench: Bench, name: str) -> bool:
 
 
 def _fit(bench: Bench) -> None:
-    """Keep the costs of forwards and, where it was measured, of decoding."""
+    """Keep the costs of forwards and of decoding; what was not measured now stays as an earlier fit has it."""
     args = bench.args
     key = CostKey(device=bench.book.machine, model=args.model, resolution=bench.resolution, precision=args.precision)
     path = args.costs or args.cache_folder / "costs.json"
-    save_cost(path, key=key, cost=replace(bench.cost, decode_frame_s=bench.decode_frame_s))
+    earlier = load_cost(path, key=key)
+    cost = earlier if earlier is not None and not bench.has_forwards else bench.cost
+    decode_frame_s = bench.decode_frame_s or (0.0 if earlier is None else earlier.decode_frame_s)
+    save_cost(path, key=key, cost=replace(cost, decode_frame_s=decode_frame_s))
     print(f"costs of {key.device} kept in {path}")
 
 

@@ -15,8 +15,8 @@ from flashforward_core.commands import bench_kernels
 from flashforward_core.commands.bench_engine import Bench, forward_seconds, frames_to, steady_rate
 from flashforward_core.commands.bench_latency import METRICS, add_arguments, run
 from flashforward_core.commands.bench_models import random_transformer
-from flashforward_core.commands.bench_rows import RowBook, read_rows
-from flashforward_core.engine.cost import CostKey, load_cost
+from flashforward_core.commands.bench_rows import RowBook, machine, read_rows
+from flashforward_core.engine.cost import CostKey, CostModel, load_cost, save_cost
 from flashforward_core.engine.events import LaneInfo, TaskSpan, Timeline
 from flashforward_core.engine.forward import FastOptions
 from flashforward_core.engine.rollout import RenderResult
@@ -157,3 +157,18 @@ def test_the_command_measures_predicts_and_fits(tmp_path: Path) -> None:
     measured, predicted = error["config"]["measured_s"], error["config"]["predicted_s"]
     assert error["value"] == pytest.approx(abs(measured - predicted) / measured) and measured > 0
     assert {path.suffix for path in tmp_path.glob("embedded_*")} == {".json"}
+
+
+def test_a_fit_of_decoding_keeps_the_forwards_of_an_earlier_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    def half_a_second(bench: Bench) -> None:
+        bench.decode_frame_s = 0.5
+
+    monkeypatch.setitem(METRICS._entries, "decode_fps", half_a_second)
+    costs = tmp_path / "costs.json"
+    words = ["bench", "latency", "--devices", "cpu", "--metrics", "decode_fps", "--fit", "--costs", str(costs)]
+    key = CostKey(device=machine("cpu"), model="embedded", resolution="128x192", precision="fp32")
+    save_cost(costs, key=key, cost=CostModel(forward_s=2.0, key_s=0.125))
+    assert main(words) == 0
+    assert load_cost(costs, key=key) == CostModel(forward_s=2.0, key_s=0.125, decode_frame_s=0.5)
