@@ -77,7 +77,7 @@ def _pieces(parts: Sequence[tuple[int, Tensor]], num_bytes: int, *, pinned: bool
         return tuple(piece.pin_memory() for piece in torch.split(whole, PIECE_BYTES)) if pinned else (whole,)
 
 
-class _Copies(Protocol):
+class Copies(Protocol):
     """Fills slots. Only the lane's thread calls it, with the lane's stream as the current one."""
 
     def copy(self, slot: int, memory: Tensor, pieces: Sequence[Tensor]) -> None:
@@ -93,7 +93,9 @@ class _Copies(Protocol):
         ...
 
 
-class _HostCopies:
+class HostCopies:
+    """Copies at once."""
+
     def copy(self, slot: int, memory: Tensor, pieces: Sequence[Tensor]) -> None:
         _fill(memory, pieces)
 
@@ -104,7 +106,9 @@ class _HostCopies:
         pass
 
 
-class _CudaCopies:
+class CudaCopies:
+    """Copies on a stream of its own, in order with the lane's by events."""
+
     def __init__(self, device: torch.device, name: str) -> None:
         self._device = device
         self._stream = stream_for(device, f"weights of {name}")
@@ -143,10 +147,11 @@ def _fill(memory: Tensor, pieces: Sequence[Tensor]) -> None:
 class BlockStream:
     """One lane's slots. Only its own thread uses them; they are made there, on its stream, on first use."""
 
-    def __init__(self, device: torch.device, *, name: str) -> None:
-        """``name`` is the lane's."""
+    def __init__(self, device: torch.device, *, name: str, copies: Copies | None = None) -> None:
+        """``name`` is the lane's; ``copies`` fills the slots, as ``device`` does it if not given."""
         self._device = device
-        self._copies: _Copies = _CudaCopies(device, name) if device.type == "cuda" else _HostCopies()
+        own: Copies = CudaCopies(device, name) if device.type == "cuda" else HostCopies()
+        self._copies = own if copies is None else copies
         self._slots: list[Tensor] = []
         self._holds: dict[int, HostBlock] = {}
         self._views: dict[HostBlock, nn.Module] = {}
