@@ -44,8 +44,8 @@ class Timed:
     seconds: float
     """Wall clock, from the call to the result."""
     first_frames_s: float | None
-    peak_bytes: tuple[int, ...]
-    """Most memory allocated on each CUDA device in use, weights included; empty on a CPU."""
+    peak_bytes: Mapping[str, int]
+    """Most memory allocated on each CUDA device in use, by its name, weights included; empty on a CPU."""
     compilations: int
     """Graphs compiled during the run: 0 when the warm-up has seen every shape."""
     encoded: bool = False
@@ -181,7 +181,7 @@ class Bench:
             result=result,
             seconds=seconds,
             first_frames_s=first,
-            peak_bytes=tuple(torch.cuda.max_memory_allocated(name) for name in devices),
+            peak_bytes={name: torch.cuda.max_memory_allocated(name) for name in devices},
             compilations=num_compilations() - compiled,
             encoded=encoded,
         )

@@ -7,16 +7,19 @@ lanes' own marks (events on CUDA), so nothing that a user pays for is left out.
 import argparse
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..engine.budget import sizes_of
 from ..engine.cost import CostKey, load_cost, save_cost
 from ..engine.forward import CHOICES
-from ..engine.placement import DECODES, LAYOUTS, ORDERS, lanes_for, place
+from ..engine.memory import predict_memory
+from ..engine.placement import DECODES, LAYOUTS, ORDERS, Placement, lanes_for, place
 from ..engine.simulate import simulate
 from ..graph.schedules import SCHEDULES, build_graph
+from ..graph.task import TaskGraph
 from ..model.attention import ATTENTION
 from ..model.config import MODELS
 from ..registry import Registry
@@ -183,16 +186,23 @@ def _one_rollout(bench: Bench, spec: RolloutSpec, *, devices: str, layout: str) 
     assert predicted.predicted_s is not None
     error = abs(measured_s - predicted.predicted_s) / measured_s
     bench.book.add("makespan_error", error, "ratio", **config, measured_s=measured_s, predicted_s=predicted.predicted_s)
-    _add_peaks(bench, timed, names, **config)
+    _add_peaks(bench, timed, graph=graph, spec=spec, placement=placement, **config)
     if bench.args.traces is not None:
         name = f"{bench.args.model}_{bench.attention}_{spec.schedule}_{latents}_{placement.layout}_{len(names)}"
         write_traces(bench.args.traces, name, measured=timed.result.timeline, simulated=predicted)
 
 
-def _add_peaks(bench: Bench, timed: Timed, names: Sequence[str], **config: Any) -> None:
-    """File each CUDA device's peak."""
-    for name, peak in zip(sorted(set(names)), timed.peak_bytes, strict=False):  # CPUs have none
-        bench.book.add("peak_bytes", peak, "bytes", **config, device=name)
+def _add_peaks(
+    bench: Bench, timed: Timed, *, graph: TaskGraph, spec: RolloutSpec, placement: Placement, **config: Any
+) -> None:
+    """File each CUDA device's peak beside what was predicted for it."""
+    predicted = predict_memory(graph, spec=spec, placement=placement, sizes=sizes_of(bench.backbone))
+    by_name = {memory.device: memory for memory in predicted}
+    for name, peak in timed.peak_bytes.items():
+        found = by_name[name]
+        parts = {"weights_bytes": found.weights_bytes, "kv_bytes": found.kv_bytes, "predicted_bytes": found.peak_bytes}
+        error = abs(peak - found.peak_bytes) / peak
+        bench.book.add("peak_bytes", peak, "bytes", **config, device=name, **parts, error=error)
 
 
 def _one_prediction(bench: Bench, spec: RolloutSpec, *, lanes: int) -> None:
@@ -256,7 +266,9 @@ def _one_job(bench: Bench, latents: int, *, devices: str, decode: str, video: Pa
     bench.book.add("job_s", timed.seconds, "s", **config, **found)
     assert timed.first_frames_s is not None
     bench.book.add("first_frames_s", timed.first_frames_s, "s", **config)
-    _add_peaks(bench, timed, names, **config)
+    graph = build_graph(spec, decode=True)
+    placement = place(graph, lanes=lanes_for(names), layout=plan.layout, order=plan.order, decode=plan.decode)
+    _add_peaks(bench, timed, graph=graph, spec=spec, placement=placement, **config)
     if bench.args.traces is not None:
         name = f"{bench.args.model}_{bench.attention}_job_{latents}_{decode}_{len(names)}"
         write_traces(bench.args.traces, name, measured=timed.result.timeline)

@@ -12,13 +12,16 @@ import torch
 
 from flashforward_core.cli import main
 from flashforward_core.commands import bench_kernels
-from flashforward_core.commands.bench_engine import Bench, forward_seconds, frames_to, steady_rate
-from flashforward_core.commands.bench_latency import METRICS, add_arguments, run
+from flashforward_core.commands.bench_engine import Bench, Timed, forward_seconds, frames_to, steady_rate
+from flashforward_core.commands.bench_latency import METRICS, _add_peaks, add_arguments, run
 from flashforward_core.commands.bench_models import random_transformer
 from flashforward_core.commands.bench_rows import RowBook, machine, read_rows
+from flashforward_core.engine.budget import sizes_of
 from flashforward_core.engine.cost import CostKey, CostModel, load_cost, save_cost
 from flashforward_core.engine.events import LaneInfo, TaskSpan, Timeline
 from flashforward_core.engine.forward import FastOptions
+from flashforward_core.engine.memory import predict_memory
+from flashforward_core.engine.placement import lanes_for, place
 from flashforward_core.engine.rollout import RenderResult
 from flashforward_core.graph.schedules import build_graph
 from flashforward_core.graph.task import Role
@@ -172,3 +175,24 @@ def test_a_fit_of_decoding_keeps_the_forwards_of_an_earlier_one(
     save_cost(costs, key=key, cost=CostModel(forward_s=2.0, key_s=0.125))
     assert main(words) == 0
     assert load_cost(costs, key=key) == CostModel(forward_s=2.0, key_s=0.125, decode_frame_s=0.5)
+
+
+def test_peaks_are_filed_beside_what_was_predicted_for_each_device(rig: Any) -> None:
+    args = arguments(latents=[14], attention=["auto"])
+    (bench,) = Bench.each(args)
+    bench.models.backbone = rig.backbone()
+    spec = rig.spec()
+    graph = build_graph(spec, decode=False)
+    placement = place(graph, lanes=lanes_for(["cuda:0", "cuda:1"]), layout="interleaved")
+    (of_second, of_first) = reversed(
+        predict_memory(graph, spec=spec, placement=placement, sizes=sizes_of(rig.backbone()))
+    )
+    timed = Timed(
+        result=None, seconds=1.0, first_frames_s=None, peak_bytes={"cuda:1": 2**20, "cuda:0": 2**21}, compilations=0
+    )
+    _add_peaks(bench, timed, graph=graph, spec=spec, placement=placement)
+    found = {row["config"]["device"]: row for row in bench.book.rows}
+    for name, expected in (("cuda:0", of_first.peak_bytes), ("cuda:1", of_second.peak_bytes)):
+        peak = found[name]["value"]
+        assert found[name]["config"]["predicted_bytes"] == expected
+        assert found[name]["config"]["error"] == pytest.approx(abs(peak - expected) / peak)
