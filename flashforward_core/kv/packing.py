@@ -51,12 +51,14 @@ class Form:
 
 
 def pack(x_BNHD: Tensor) -> Tensor:
-    """Return [B, N, H, D + 1] bytes. What is not finite stays so."""
+    """Return [B, N, H, D + 1] bytes. A row with a number that is not finite has none that is."""
     x = x_BNHD.float()
-    mantissa, exponent = torch.frexp(x.abs().amax(dim=-1, keepdim=True))
+    top = x.abs().amax(dim=-1, keepdim=True)
+    mantissa, exponent = torch.frexp(top)
     exponent = (exponent - 9 + (mantissa > 0.875)).clamp(1 - BIAS, BIAS)  # the largest comes to lie in (224, 448]
     numbers = (x * _power(-exponent)).to(FP8).view(torch.uint8)
-    return torch.cat([numbers, (exponent + BIAS).to(torch.uint8)], dim=-1)
+    stored = torch.where(top.isfinite(), exponent, BIAS + 1)  # infinity as the factor
+    return torch.cat([numbers, (stored + BIAS).to(torch.uint8)], dim=-1)
 
 
 def unpack(packed_BNHW: Tensor, dtype: torch.dtype) -> Tensor:
