@@ -10,6 +10,7 @@ import torch
 from comfy.cli_args import args
 from comfy_api.latest import io
 
+from flashforward_core.engine.memory import KV_CHOICES, OFFLOAD_CHOICES, MemoryOptions
 from flashforward_core.engine.placement import DECODES, LAYOUTS, ORDERS
 from flashforward_core.engine.ray_lanes import check_address
 from flashforward_core.engine.rollout import DevicePlan
@@ -33,7 +34,15 @@ def default_devices() -> DevicePlan:
 
 
 def device_plan(
-    *, devices: str = AUTO, layout: str = AUTO, order: str = ORDERS[0], decode: str = AUTO, ray_address: str = ""
+    *,
+    devices: str = AUTO,
+    layout: str = AUTO,
+    order: str = ORDERS[0],
+    decode: str = AUTO,
+    ray_address: str = "",
+    kv: str = KV_CHOICES[0],
+    offload: str = OFFLOAD_CHOICES[0],
+    budget_gib: float = 0.0,
 ) -> DevicePlan:
     """Read the Devices node's values; ``ValueError`` names what cannot be read.
 
@@ -47,13 +56,16 @@ def device_plan(
         raise ValueError(f"decode={decode!r} is unknown; use one of: {', '.join(DECODES)}")
     ray_address = ray_address.strip()
     _check_trust(ray_address)
+    memory = MemoryOptions(kv=kv, offload=offload, budget_gib=budget_gib)
     entries = [part.strip().lower() for part in devices.split(",")]
     lanes = sum(_lanes(entry, devices=devices) for entry in entries)
     if lanes > MAX_LANES:
         raise ValueError(f"devices={devices!r} asks for {lanes} lanes, above {MAX_LANES}; use fewer")
     if args.cpu and not ray_address:  # ComfyUI was told to leave the GPUs alone, so "all of them" is none
         entries = ["cpu" if entry == AUTO else entry for entry in entries]
-    return DevicePlan(devices=tuple(entries), layout=layout, order=order, decode=decode, ray_address=ray_address)
+    return DevicePlan(
+        devices=tuple(entries), layout=layout, order=order, decode=decode, ray_address=ray_address, memory=memory
+    )
 
 
 def _check_trust(ray_address: str) -> None:
@@ -137,6 +149,7 @@ class Devices(io.ComfyNode):
                     tooltip="Empty: this machine. auto: the Ray cluster that this machine is part of; devices are then "
                     "the cluster's. HOST:PORT needs to be trusted by whoever runs the server.",
                 ),
+                *_memory_inputs(),
             ],
             outputs=[DevicesSocket.Output("devices_out", display_name="devices", tooltip="For Plan.")],
         )
@@ -148,9 +161,39 @@ class Devices(io.ComfyNode):
         return True
 
     @classmethod
-    def execute(
-        cls, *, devices: str, layout: str, order: str, decode: str = AUTO, ray_address: str = ""
-    ) -> io.NodeOutput:
-        return io.NodeOutput(
-            device_plan(devices=devices, layout=layout, order=order, decode=decode, ray_address=ray_address)
-        )
+    def execute(cls, *, devices: str, layout: str, order: str, **optional: Any) -> io.NodeOutput:
+        return io.NodeOutput(device_plan(devices=devices, layout=layout, order=order, **optional))
+
+
+def _memory_inputs() -> list[Any]:
+    return [
+        expert(
+            io.Combo,
+            "kv",
+            options=list(KV_CHOICES),
+            default=KV_CHOICES[0],
+            optional=True,
+            tooltip="How the history is held. auto: in the weights' precision. fp8: in half of bf16's memory; the "
+            "video changes a little.",
+        ),
+        expert(
+            io.Combo,
+            "offload",
+            options=list(OFFLOAD_CHOICES),
+            default=OFFLOAD_CHOICES[0],
+            optional=True,
+            tooltip="on: weights that do not fit stay in the computer's memory and are copied shortly before they are "
+            "used. The same video, slower. For models from files, on a GPU.",
+        ),
+        expert(
+            io.Float,
+            "budget_gib",
+            default=0.0,
+            min=0.0,
+            max=1024.0,
+            step=0.5,
+            optional=True,
+            tooltip="The most GiB that a rollout may take on each device; 0: all that is free. What needs more is "
+            "refused before it starts.",
+        ),
+    ]
