@@ -27,6 +27,11 @@ def escape(text: str) -> str:
     return SPECIAL.sub(lambda found: "{'" + found[0] + "'}", text)
 
 
+def unescape(text: str) -> str:
+    """Read one of the editor's messages."""
+    return re.sub(r"\{'(.)'\}", r"\1", text)
+
+
 def path(language: str) -> Path:
     return LOCALES / language / "nodeDefs.json"
 

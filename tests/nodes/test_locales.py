@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
 from comfy_host import Server  # noqa: E402
-from translations import LANGUAGES, english, flat, path, problems  # noqa: E402
+from translations import LANGUAGES, english, flat, path, problems, unescape  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 Json = dict[str, Any]
@@ -42,7 +42,7 @@ def texts(object_info: Json, name: str) -> Json:
 def test_english_is_the_schema_itself(object_info: Json, served: Json) -> None:
     ours = [name for name in object_info if name.startswith("FlashForward")]
     wanted = {f"{name}.{key}": text for name in ours for key, text in texts(object_info, name).items()}
-    found = {key: QUOTED.sub(r"\1", text) for key, text in flat(served["en"]["nodeDefs"])}
+    found = {key: unescape(text) for key, text in flat(served["en"]["nodeDefs"])}
     assert found == wanted, "run: .venv/bin/python scripts/translations.py"
 
 
