@@ -6,8 +6,10 @@ from typing import Any
 from flashforward_core.cli import cache_folder
 from flashforward_core.commands.bench_rows import machine
 from flashforward_core.commands.simulate import RESOLUTIONS
+from flashforward_core.engine.budget import Question, fit, sizes_of, total_bytes
 from flashforward_core.engine.cost import CostKey, CostModel, load_cost, rounds, slot_frames
 from flashforward_core.engine.events import Timeline
+from flashforward_core.engine.memory import GIB, BackboneSizes, DeviceMemory, backbone_sizes, size
 from flashforward_core.engine.placement import Placement, lanes_for, place
 from flashforward_core.engine.rollout import DevicePlan
 from flashforward_core.engine.simulate import simulate
@@ -32,6 +34,7 @@ class Part:
     graph: TaskGraph
     placement: Placement
     timeline: Timeline
+    memory: tuple[DeviceMemory, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {"graph": to_json(self.graph), "timeline": self.timeline.to_json()}
@@ -87,9 +90,17 @@ def fitted_cost(spec: RolloutSpec, *, model: str, devices: tuple[str, ...]) -> C
 
 
 def predict_plan(
-    spec: RolloutSpec, *, devices: DevicePlan, config: WanConfig, given_anchors: bool = False
+    spec: RolloutSpec,
+    *,
+    devices: DevicePlan,
+    config: WanConfig,
+    given_anchors: bool = False,
+    sizes: BackboneSizes | None = None,
 ) -> Prediction:
-    """Simulate a rollout on its devices. ``given_anchors``: Plan Anchors runs first, on its own."""
+    """Simulate a rollout on its devices. ``given_anchors``: Plan Anchors runs first, on its own.
+
+    ``sizes`` are the backbone's; without them its weights are counted from ``config``.
+    """
     shown, lanes = first_chunks(spec, MAX_CHUNKS), resolved(devices)
     cost = fitted_cost(spec, model=config.name, devices=lanes)
     planner, render = _parts(shown, devices=devices, lanes=lanes, config=config, cost=cost, given=given_anchors)
@@ -101,6 +112,11 @@ def predict_plan(
         counts = {name: round(count + (count - before[0][name]) * more) for name, count in counts.items()}
         length = round(length + (length - before[1]) * more)
         seconds = None if seconds is None or before[2] is None else seconds + (seconds - before[2]) * more
+    sizes = sizes or backbone_sizes(config, element_bytes=2 if lanes[0].startswith("cuda") else 4)
+    planner, render = (
+        _with_memory(part, shown, video=spec, devices=devices, sizes=sizes) for part in (planner, render)
+    )
+    assert render is not None
     return Prediction(
         spec=spec,
         shown=shown,
@@ -155,6 +171,36 @@ def _part(
     return Part(graph=graph, placement=placement, timeline=timeline)
 
 
+def _question(part: Part, spec: RolloutSpec, *, video: RolloutSpec, sizes: BackboneSizes) -> Question:
+    """Ask for the memory of a part; in another order it is placed as it would be with that order."""
+    placed = part.placement
+
+    def place_in(order: str) -> Placement:
+        return place(part.graph, lanes=placed.lanes, layout=placed.layout, order=order)
+
+    return Question(graph=part.graph, spec=spec, sizes=sizes, placed=place_in, video=video)
+
+
+def _limits(part: Part, devices: DevicePlan) -> dict[str, int]:
+    """Return all that each device has, or the budget; the devices of a cluster are not known here."""
+    budget = int(devices.memory.budget_gib * GIB)
+    names = {lane.device for lane in part.placement.lanes}
+    if devices.ray_address:
+        return dict.fromkeys(names, budget or 1 << 62)
+    return {name: min(budget or 1 << 62, total_bytes(name)) for name in names}
+
+
+def _with_memory(
+    part: Part | None, spec: RolloutSpec, *, video: RolloutSpec, devices: DevicePlan, sizes: BackboneSizes
+) -> Part | None:
+    if part is None:
+        return None
+    question = _question(part, spec, video=video, sizes=sizes)
+    memory, _ = question.predict(part.placement, devices.memory, limits=_limits(part, devices))
+    peaks = {found.device: found.peak_bytes for found in memory}
+    return replace(part, memory=memory, timeline=replace(part.timeline, peak_bytes=peaks))
+
+
 def _totals(planner: Part | None, render: Part) -> tuple[dict[str, int], float, float | None]:
     """Return forwards, rounds and seconds of the parts together: they run one after the other."""
     parts = [part for part in (planner, render) if part is not None]
@@ -195,7 +241,7 @@ def to_page(found: Prediction) -> dict[str, Any]:
 
 
 def in_words(found: Prediction) -> str:
-    """Say length, forwards, rounds, seconds and KV memory, one fact a line."""
+    """Say length, forwards, rounds, seconds and memory, one fact a line."""
     spec, shape, counts = found.spec, found.spec.shape, found.counts
     planner = counts["planner_denoise"] + counts["planner_commit"]
     about = "" if found.is_exact else "about "
@@ -210,9 +256,32 @@ def in_words(found: Prediction) -> str:
         f"{', '.join(found.devices)}: layout {found.render.placement.layout}, {about}{found.rounds:g} rounds",
         f"predicted time: {predicted}; KV at most {peak:.0f} MiB on a device",
     ]
+    if largest := max(found.render.memory, key=lambda memory: memory.peak_bytes, default=None):
+        lines.append(f"memory: {size(largest.peak_bytes)} on {largest.device} ({largest.parts()})")
     return "\n".join(lines)
 
 
 def describe(plan: PlanValue, backbone: Backbone) -> str:
-    """Say what a plan will do; nothing runs."""
-    return in_words(predict_plan(plan.spec, devices=plan.devices, config=backbone.config))
+    """Say what a plan will do, with Plan Anchors and without, which Plan cannot know; nothing runs.
+
+    Raises ``DoesNotFit`` for what is too much for its devices even with nothing else on them.
+    """
+    sizes = sizes_of(backbone)
+    found = predict_plan(plan.spec, devices=plan.devices, config=backbone.config, sizes=sizes)
+    question = _question(found.render, found.shown, video=found.spec, sizes=sizes)
+    fit(
+        question,
+        order=plan.devices.order,
+        options=plan.devices.memory,
+        available=_limits(found.render, plan.devices),
+    )
+    apart = predict_plan(plan.spec, devices=plan.devices, config=backbone.config, sizes=sizes, given_anchors=True)
+    told = in_words(found)
+    return told if apart.planner is None else f"{told}\n{_apart_in_words(apart)}"
+
+
+def _apart_in_words(found: Prediction) -> str:
+    """Say what changes when Plan Anchors runs first: the render waits for it, and encodes the anchors once more."""
+    assert found.planner is not None
+    about = "" if found.is_exact else "about "
+    return f"with Plan Anchors connected: {about}{found.rounds:g} rounds, {found.counts['total']} forwards"
