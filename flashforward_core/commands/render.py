@@ -1,52 +1,56 @@
-"""``render``: a prompt to an mp4 with the embedded model; frames are encoded as they are decoded."""
+"""``render``: prompts to mp4s with the embedded model. What needs torch is imported when a render begins."""
 
 import argparse
-import contextlib
-import logging
+import importlib
 import os
-import signal
-import sys
-import threading
-import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from ..engine.events import Event, FramesReady, TaskFinished
-from ..engine.executor import TaskFailed
-from ..engine.lanes import DevicePlan
-from ..engine.ops import NotFinite
+from ..engine.dispatch import IN_FLIGHT
 from ..engine.placement import LAYOUTS, ORDERS
-from ..engine.rollout import RenderResult, render
 from ..graph.anchors import RULES
 from ..graph.schedules import SCHEDULES, spec_for
 from ..kv_policy import KV_POLICIES, policy_named
-from ..media import VideoWriter, check_crf
-from ..model.loading import EMBEDDED_SIZE, load_embedded
-from ..model.roles import Backbone
-from ..prompts import parse, spans
 from ..specs import AnchorPlan, History, RolloutSpec, VideoShape
 
 LONGEST_NAME = 230  # bytes: file systems take 255, and the partial file's name is longer than the video's
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = ("fp32", "bf16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
         "--prompt",
-        required=True,
         help='such as "a red balloon drifts right over green hills at dusk"; several as "first [5s] | second [10s#]", '
         "where # is a hard cut",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the mp4 to write")
+    what.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="many: a .txt with a prompt per line, or a .jsonl or .csv with prompt and, if wanted, seed, out, seconds; "
+        "what has been rendered is left alone, so the same command goes on where it was stopped",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="PATH", help="the mp4 to write; with --prompts, a folder for them"
+    )
+    parser.add_argument("--shard", metavar="I/N", help="with --prompts: only every N-th prompt, from the I-th on")
+    parser.add_argument(
+        "--in-flight",
+        type=int,
+        metavar="N",
+        help=f"with --prompts: videos under way at a time; more keep more lanes busy and take memory ({IN_FLIGHT})",
+    )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--seconds", type=float, default=20.0, metavar="S", help="length in seconds (20)")
     length.add_argument("--latent-frames", type=int, metavar="N", help="length in latent frames: 4N-3 video frames")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same latents on any devices (0)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="the same seed gives the same latents on any devices; with --prompts, the first "
+        "prompt's: each next one's is one higher (0)",
+    )
     add_plan_arguments(parser)
     parser.add_argument(
         "--devices", default="auto", help="auto (every CUDA device, or one CPU), cpu*4, cuda:0,cuda:1, … (auto)"
@@ -94,134 +98,31 @@ def spec_of(args: argparse.Namespace, *, size: tuple[int, int]) -> RolloutSpec:
     return spec_for(spec)
 
 
-class Progress:
-    """One line on stderr that says how far a render is; where that is no terminal, a line per tenth of the frames."""
-
-    def __init__(self, *, total_frames: int, quiet: bool) -> None:
-        self._total_frames = total_frames
-        self._quiet = quiet
-        self._terminal = sys.stderr.isatty()
-        self._frames = 0
-        self._tasks = "0"
-        self._tenth = 0
-        self._began = time.perf_counter()
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, FramesReady):
-            self._frames += event.frames.shape[1]
-        elif isinstance(event, TaskFinished):
-            self._tasks = f"{event.done}/{event.total}"
-        tenth = 10 * self._frames // self._total_frames
-        if not self._quiet and (self._terminal or tenth > self._tenth):
-            self._show()
-        self._tenth = tenth
-
-    def _show(self) -> None:
-        seconds = time.perf_counter() - self._began
-        text = f"{self._tasks} tasks, {self._frames}/{self._total_frames} frames, {seconds:.0f} s"
-        stays = not self._terminal or self._frames == self._total_frames
-        print(f"\r{text}" if self._terminal else text, end="\n" if stays else "", file=sys.stderr, flush=True)
-
-
-def render_to_file(
-    backbone: Backbone,
-    spec: RolloutSpec,
-    texts: list[torch.Tensor],
-    *,
-    out: Path,
-    devices: DevicePlan,
-    crf: int,
-    progress: Progress,
-) -> RenderResult:
-    """Render, decode and encode at once. Whatever stops it leaves a playable ``out.partial.mp4``, if it has a frame."""
-    shape = spec.shape
-    writer = VideoWriter(out, width=shape.width, height=shape.height, fps=shape.fps, crf=crf)
-
-    def on_event(event: Event) -> None:
-        if isinstance(event, FramesReady):
-            writer.write(event.frames[0].numpy())
-        progress(event)
-
-    try:
-        with writer:
-            return render(backbone, spec, texts, devices=devices, decode=True, on_event=on_event)
-    except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(_left_by(writer)) from error
-
-
 def run(args: argparse.Namespace) -> int:
-    """Render the prompt; print the latents' SHA-256 and, last, the video's path."""
-    _check_out(args.out)
-    check_crf(args.crf)
+    """Check what needs no torch, then render one prompt or a file of them."""
     if args.layout != "auto":
         LAYOUTS[args.layout]  # an unknown one raises before anything is loaded
-    prompts = parse(args.prompt)
-    spec = spec_of(args, size=EMBEDDED_SIZE)
-    spec = replace(spec, prompts=spans([prompt.time for prompt in prompts], spec.shape))
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    devices = DevicePlan(devices=(args.devices,), layout=args.layout, order=args.order, ray_address=args.ray)
-    try:
-        with _one_interrupt():
-            result = _render(args, spec, [prompt.text for prompt in prompts], devices)
-    except TaskFailed as error:
-        if isinstance(error.__cause__, NotFinite | torch.OutOfMemoryError):
-            raise ValueError(str(error)) from error  # the user can choose otherwise
-        raise
-    print(f"latents sha256 {result.sha256}")
-    print(args.out)
-    return 0
+    if args.prompts is None:
+        check_out(args.out)
+        for name in ("shard", "in_flight"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"{name} goes with a file of prompts only; use --prompts, or leave it out")
+    module = ".render_one" if args.prompts is None else ".render_many"
+    status: int = importlib.import_module(module, __package__).run(args)
+    return status
 
 
-def _render(args: argparse.Namespace, spec: RolloutSpec, prompts: list[str], devices: DevicePlan) -> RenderResult:
-    device = "cpu" if devices.ray_address else devices.resolve()[0]  # the lanes load weights of their own
-    backbone = load_embedded(args.assets, dtype=DTYPES[args.dtype], device=device)
-    texts = [backbone.text_encoder.encode([prompt]) for prompt in prompts]
-    progress = Progress(total_frames=spec.shape.video_frames, quiet=args.quiet)
-    return render_to_file(backbone, spec, texts, out=args.out, devices=devices, crf=args.crf, progress=progress)
-
-
-def _check_out(out: Path) -> None:
+def check_out(out: Path, *, make: bool = False) -> None:
+    """Raise ``ValueError`` for a path that no video can be written to; ``make`` its folder if it is missing."""
     if out.suffix.lower() != ".mp4":
         raise ValueError(f"out={str(out)!r} does not end in .mp4; use {str(out.with_suffix('.mp4'))!r}")
     if (size := len(os.fsencode(out.name))) > LONGEST_NAME:
         raise ValueError(f"out={str(out)!r} has a name of {size} bytes; use at most {LONGEST_NAME}")
+    if make:
+        out.parent.mkdir(parents=True, exist_ok=True)
     if not out.parent.is_dir():
         raise ValueError(f"out={str(out)!r} is in a folder that does not exist; make {str(out.parent)!r} first")
     if out.is_dir():
         raise ValueError(f"out={str(out)!r} is a folder; name a file, such as {str(out / 'clip.mp4')!r}")
     if not os.access(out.parent, os.W_OK):
         raise ValueError(f"out={str(out)!r} is in a folder that you may not write to; use another folder")
-
-
-def _left_by(writer: VideoWriter) -> str:
-    if not writer.frames:
-        return "interrupted before the first frame"
-    left = writer.partial_path if writer.partial_path.exists() else writer.path
-    return f"interrupted; what was finished is in {left}"
-
-
-@contextlib.contextmanager
-def _one_interrupt() -> Iterator[None]:
-    """Raise ``KeyboardInterrupt`` at the first ctrl-C or SIGTERM; ignore later ones, so that cleaning up completes."""
-    stopping = False
-
-    def stop(number: int, frame: Any) -> None:
-        nonlocal stopping
-        if stopping:
-            return
-        stopping = True
-        with contextlib.suppress(OSError):
-            os.write(2, b"\nstopping...\n")  # print may be what was interrupted, and cannot be entered twice
-        raise KeyboardInterrupt
-
-    handlers: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        handlers = {number: old for number, old in found.items() if old not in (None, signal.SIG_IGN)}
-    try:
-        for number in handlers:
-            signal.signal(number, stop)
-        yield
-    finally:
-        for number, old in handlers.items():
-            signal.signal(number, old)

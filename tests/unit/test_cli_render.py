@@ -138,7 +138,7 @@ def test_control_c_before_rendering_is_one_line(
         raise KeyboardInterrupt
 
     for name in ("load_embedded", "parse"):
-        monkeypatch.setattr(f"flashforward_core.commands.render.{name}", interrupted)
+        monkeypatch.setattr(f"flashforward_core.commands.render_one.{name}", interrupted)
         assert command(tmp_path / "clip.mp4") == 130
         assert capsys.readouterr().err == "flashforward_core render: interrupted\n"
 
@@ -155,7 +155,7 @@ def test_a_closed_stdout_is_no_error() -> None:
 def test_what_cannot_work_is_refused_before_anything_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("flashforward_core.commands.render.load_embedded", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("flashforward_core.commands.render_one.load_embedded", lambda *_, **__: pytest.fail("loaded"))
     (tmp_path / "folder.mp4").mkdir()
     assert command(tmp_path / "folder.mp4") == 2
     assert command(tmp_path / ("n" * 250 + ".mp4")) == 2
