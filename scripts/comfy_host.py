@@ -154,14 +154,16 @@ def comfyui_requirements(comfy: Path) -> list[str]:
     return [line for line in lines if line and line not in NOT_FROM_COMFYUI] + ["requests"]
 
 
-def _is_linked(comfy: Path, root: Path) -> bool:
+def linked_name(comfy: Path, root: Path) -> str | None:
+    """Return the pack's name in custom_nodes, or None where it is not linked."""
     nodes = comfy / "custom_nodes"
-    return nodes.is_dir() and any(entry.resolve() == root.resolve() for entry in nodes.iterdir())
+    entries = nodes.iterdir() if nodes.is_dir() else ()
+    return next((entry.name for entry in entries if entry.resolve() == root.resolve()), None)
 
 
 def link_pack(comfy: Path, root: Path) -> None:
     """Link the pack into custom_nodes unless it is there already, under whatever name."""
-    if _is_linked(comfy, root):
+    if linked_name(comfy, root) is not None:
         return
     link = comfy / "custom_nodes" / PACK_NAME
     link.parent.mkdir(exist_ok=True)
@@ -175,7 +177,7 @@ def provisioned(root: Path = ROOT) -> Host | None:
     own = os.environ.get("COMFYUI_DIR")
     comfy = Path(own).expanduser().resolve() if own else root / ".comfyui" / "ComfyUI"
     host = Host(root=root, comfy=comfy, python=root / ".venv" / "bin" / "python")
-    ready = host.python.exists() and (comfy / "main.py").is_file() and _is_linked(comfy, root)
+    ready = host.python.exists() and (comfy / "main.py").is_file() and linked_name(comfy, root) is not None
     return host if ready else None
 
 
@@ -349,18 +351,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def open_line(url: str, workflow: Path | None) -> str:
-    """Say where the editor is and, after a run, where in it to find the workflow that ran."""
-    line = f"the editor is open at {url} (Ctrl-C ends it)"
+def open_line(url: str, workflow: Path | None, *, pack: str = PACK_NAME) -> str:
+    """Say where the editor is; the address opens the workflow that ran, if it is of this ``pack`` (in custom_nodes)."""
     if workflow is None:
-        return line
+        return f"the editor is open at {url} (Ctrl-C ends it)"
     if workflow.resolve().parent == ROOT / "workflows":
-        return f"{line}; the workflow that ran is {workflow.stem} in the template browser, under Extensions"
-    return f"{line}; the workflow that ran is {workflow}, opened with Workflow menu > Open"
+        return f"the workflow is open in the editor at {url}/?template={workflow.stem}&source={pack} (Ctrl-C ends it)"
+    return f"the editor is open at {url} (Ctrl-C ends it); open the workflow that ran, {workflow}, with Workflow > Open"
 
 
 def _keep_open(server: Server, *, workflow: Path | None = None) -> None:
-    print(open_line(server.url, workflow), flush=True)
+    name = linked_name(server.host.comfy, server.host.root) or PACK_NAME
+    print(open_line(server.url, workflow, pack=name), flush=True)
     assert server.process is not None
     try:
         server.process.wait()

@@ -43,7 +43,7 @@ def test_a_free_port_is_tried(tmp_path: Path) -> None:
 
 def test_the_open_editor_says_where_the_workflow_is() -> None:
     assert open_line("http://x", None) == "the editor is open at http://x (Ctrl-C ends it)"
-    assert "quickstart in the template browser, under Extensions" in open_line(
+    assert "http://x/?template=quickstart&source=ComfyUI-FlashForward " in open_line(
         "http://x", ROOT / "workflows" / "quickstart.json"
     )
-    assert "mine.json, opened with Workflow menu" in open_line("http://x", Path("mine.json"))
+    assert "open the workflow that ran, mine.json" in open_line("http://x", Path("mine.json"))
