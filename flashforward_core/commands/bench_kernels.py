@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..engine.forward import FastOptions
 from ..graph.task import Role
@@ -29,15 +29,14 @@ TIMED_CALLS = 10
 def decode_rates(vae: Any, shape: VideoShape, *, compiles: bool) -> Iterator[tuple[str, float]]:
     """Yield (mode, video frames per second) for each way to run the decoder; the autoencoder itself stays as it is."""
     device = next(vae.parameters()).device
-    yield "conv3d", decode_rate(StreamingDecoder(vae, as_conv2d=False), shape, device=device)
-    yield "conv2d", decode_rate(StreamingDecoder(vae, as_conv2d=True), shape, device=device)
-    if device.type == "cuda":
-        last = channels_last(copy.deepcopy(vae))
-        yield "conv3d channels last", decode_rate(StreamingDecoder(last, as_conv2d=False), shape, device=device)
-        yield "conv2d channels last", decode_rate(StreamingDecoder(last, as_conv2d=True), shape, device=device)
-        if compiles:
-            compiled = StreamingDecoder(last, as_conv2d=False, compiled=True)
-            yield "conv3d channels last, compiled", decode_rate(compiled, shape, device=device)
+    for channels_last, compiled in ((False, False), (True, False), (True, True)):
+        for as_conv2d in (False, True):
+            if compiled and (as_conv2d or not compiles):
+                continue
+            decoder = StreamingDecoder(vae, as_conv2d=as_conv2d, channels_last=channels_last, compiled=compiled)
+            words = ["conv2d" if as_conv2d else "conv3d"]
+            words += ["channels last"] * channels_last + ["compiled"] * compiled
+            yield ", ".join(words), decode_rate(decoder, shape, device=device)
 
 
 def decode_rate(decoder: StreamingDecoder, shape: VideoShape, *, device: torch.device) -> float:
@@ -60,16 +59,6 @@ def wait(device: torch.device) -> None:
     """Wait for a CUDA device; a CPU is never behind."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def channels_last(module: nn.Module) -> nn.Module:
-    """Put the weights of convolutions into channels-last memory, in place; their inputs follow."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    with torch.inference_mode(False), torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.ndim in formats:
-                parameter.data = parameter.data.contiguous(memory_format=formats[parameter.ndim])
-    return module
 
 
 def attention_times(

@@ -37,9 +37,11 @@ class FastOptions:
 
     A single lane's device stays busy without: Python is ahead of it.
     """
+    channels_last: str = "auto"
+    """Decode in channels-last memory: ``on``, ``off``, or ``auto``, which is on for CUDA devices."""
 
     def __post_init__(self) -> None:
-        for name in ("compile", "graphs"):
+        for name in ("compile", "graphs", "channels_last"):
             if getattr(self, name) not in CHOICES:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use one of: {', '.join(CHOICES)}")
 
@@ -47,6 +49,9 @@ class FastOptions:
         if self.compile == "auto":  # torch's compiler for CUDA needs Triton; without it there is nothing to try
             return device.type == "cuda" and importlib.util.find_spec("triton") is not None
         return self.compile == "on"
+
+    def decodes_channels_last(self, device: torch.device) -> bool:
+        return self.channels_last == "on" or (self.channels_last == "auto" and device.type == "cuda")
 
     def records(self, device: torch.device, *, cuda_lanes: int) -> bool:
         return self.graphs == "on" or (self.graphs == "auto" and device.type == "cuda" and cuda_lanes > 1)

@@ -109,7 +109,8 @@ class Run:
                 plan, shape=shape, ledger=self.ledger, device=lane.device, poison=poison, copy=lane.ops.copy
             )
             attention = resolve_attention(backbone.attention, lane.device, dtype=backbone.dtype)
-            decoder = None if local.vae is None else StreamingDecoder(local.vae)
+            last = fast.decodes_channels_last(lane.device)
+            decoder = None if local.vae is None else StreamingDecoder(local.vae, channels_last=last)
             forward = forwarders.make(local.models, attention, device=lane.device)
             state = LaneState(
                 lane=lane, models=local.models, attention=attention, banks=banks, decoder=decoder, forward=forward

@@ -43,15 +43,25 @@ class VaeState:
 class StreamingDecoder:
     """Decode latents as they come. It keeps nothing between calls, so several rollouts may share it."""
 
-    def __init__(self, vae: AutoencoderKLWan, *, as_conv2d: bool | None = None, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        vae: AutoencoderKLWan,
+        *,
+        as_conv2d: bool | None = None,
+        channels_last: bool | None = None,
+        compiled: bool = False,
+    ) -> None:
         """``as_conv2d`` None chooses it on a CPU, where torch's 3D convolution of few frames is four times slower.
 
+        ``channels_last`` keeps activations in channels-last memory, which tensor cores read; other roundings. None
+        chooses it on CUDA.
         ``compiled`` needs a compiler and takes its time on the first two latent frames, whose shapes differ.
         """
         require_wan21(vae)
         self._step = torch.compile(_decode_step, dynamic=False) if compiled else _decode_step
         self.vae = vae
         self._as_conv2d = as_conv2d
+        self._channels_last = channels_last
 
     def decode(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
         """Decode the latents that follow ``state`` (None at the start) to uint8 frames [B, F, H, W, 3] on the CPU.
@@ -77,8 +87,10 @@ class StreamingDecoder:
         z = denormalise(self.vae, latents_BCFHW.to(weight.device)).to(weight.dtype)
         frames = []
         as_conv2d = _use_conv2d(self._as_conv2d, weight.device)
+        channels_last = weight.is_cuda if self._channels_last is None else self._channels_last
         for latent in z.split(1, dim=2):  # one shape for every call: the bytes do not depend on the chunks
-            decoded, after = self._step(self.vae, latent, () if state is None else state.features, as_conv2d)
+            kept = () if state is None else state.features
+            decoded, after = self._step(self.vae, latent, kept, as_conv2d, channels_last)
             frames.append(decoded)
             state = VaeState(after)
         assert state is not None, "no latent frame to decode"
@@ -86,11 +98,13 @@ class StreamingDecoder:
 
 
 def _decode_step(
-    vae: AutoencoderKLWan, z_BC1HW: Tensor, features: tuple[Tensor, ...], as_conv2d: bool
+    vae: AutoencoderKLWan, z_BC1HW: Tensor, features: tuple[Tensor, ...], as_conv2d: bool, channels_last: bool
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Decode one latent frame after ``features`` (empty at first); return frames in [0, 1] and the next features."""
     cache = CausalCache(features)
-    raw = decode_raw(vae, z_BC1HW, Options(as_conv2d=as_conv2d, cache=cache))
+    if channels_last:
+        z_BC1HW = z_BC1HW.contiguous(memory_format=torch.channels_last_3d)
+    raw = decode_raw(vae, z_BC1HW, Options(as_conv2d=as_conv2d, cache=cache, channels_last=channels_last))
     return _to_unit_range(raw), cache.after
 
 

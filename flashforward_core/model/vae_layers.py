@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
 
 
+NO_DIVISION_BY_ZERO = 1e-24  # under a root; a norm of 1e-12, as diffusers has it
+
+
 class CausalCache:
     """What each causal convolution saw last, in order of execution.
 
@@ -60,10 +63,21 @@ class CausalCache:
 
 
 class Options:
-    """How to compute: ``as_conv2d`` as in ``encode_moments``; ``cache`` None for a whole clip."""
+    """How to compute: ``as_conv2d`` as in ``encode_moments``; ``cache`` None for a whole clip.
 
-    def __init__(self, *, as_conv2d: bool = False, recompute: bool = False, cache: CausalCache | None = None) -> None:
+    ``channels_last`` says that activations come in channels-last memory, where a norm is one kernel.
+    """
+
+    def __init__(
+        self,
+        *,
+        as_conv2d: bool = False,
+        recompute: bool = False,
+        cache: CausalCache | None = None,
+        channels_last: bool = False,
+    ) -> None:
         assert cache is None or not recompute, "a recomputed layer would read the cache twice"
+        self.channels_last = channels_last
         self.as_conv2d = as_conv2d
         self.recompute = recompute
         self.cache = cache
@@ -90,7 +104,7 @@ def encode_moments(vae: AutoencoderKLWan, video_BCFHW: Tensor, options: Options)
     for level in _encoder_levels(encoder.down_blocks):
         x = _run(_layers, level, x, options)
     x = _run(_layers, _mid_layers(encoder.mid_block), x, options)
-    x = _causal_conv(encoder.conv_out, _norm_silu(encoder.norm_out, x), options)
+    x = _causal_conv(encoder.conv_out, _norm_silu(encoder.norm_out, x, options), options)
     return _causal_conv(vae.quant_conv, x, options)
 
 
@@ -101,7 +115,7 @@ def decode_raw(vae: AutoencoderKLWan, z_BCFHW: Tensor, options: Options) -> Tens
     x = _run(_layers, _mid_layers(decoder.mid_block), x, options)
     for block in decoder.up_blocks:
         x = _run(_layers, [*block.resnets, *(block.upsamplers or ())], x, options)
-    return _causal_conv(decoder.conv_out, _norm_silu(decoder.norm_out, x), options)
+    return _causal_conv(decoder.conv_out, _norm_silu(decoder.norm_out, x, options), options)
 
 
 def _run(step: Callable[..., Tensor], layers: list[nn.Module], x: Tensor, options: Options) -> Tensor:
@@ -141,8 +155,8 @@ def _layers(layers: Iterable[nn.Module], x: Tensor, *, options: Options) -> Tens
 def _residual(block: Any, x: Tensor, options: Options) -> Tensor:
     shortcut = block.conv_shortcut
     kept = x if isinstance(shortcut, nn.Identity) else _causal_conv(shortcut, x, options)
-    x = _causal_conv(block.conv1, _norm_silu(block.norm1, x), options)
-    x = block.dropout(_norm_silu(block.norm2, x))
+    x = _causal_conv(block.conv1, _norm_silu(block.norm1, x, options), options)
+    x = block.dropout(_norm_silu(block.norm2, x, options))
     return _causal_conv(block.conv2, x, options) + kept
 
 
@@ -195,12 +209,20 @@ def _resample_space(layer: Any, x: Tensor) -> Tensor:
     return _unfold_frames(layer.resample[1](x), frames)
 
 
-def _norm_silu(norm: Any, x: Tensor) -> Tensor:
+def _norm_silu(norm: Any, x: Tensor, options: Options) -> Tensor:
     """Normalise over channels, then SiLU; in ``x``'s dtype, so that autocast keeps activations small."""
+    if options.channels_last:
+        return F.silu(_rms_norm(norm, x), inplace=not torch.is_grad_enabled())
     gamma = norm.gamma * norm.scale
     if x.is_cuda and torch.is_grad_enabled():
         return _fused_norm_silu()(x, gamma)
     return _plain_norm_silu(x, gamma)
+
+
+def _rms_norm(norm: Any, x_BCFHW: Tensor) -> Tensor:
+    """Return x / |x| · √C · gamma: channels come last in memory, so this is PyTorch's norm over the last axis."""
+    out = F.rms_norm(x_BCFHW.movedim(1, -1), x_BCFHW.shape[1:2], norm.gamma.flatten(), eps=NO_DIVISION_BY_ZERO)
+    return out.movedim(-1, 1)
 
 
 def _plain_norm_silu(x: Tensor, gamma: Tensor) -> Tensor:

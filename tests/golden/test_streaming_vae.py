@@ -62,8 +62,12 @@ def test_streaming_in_any_chunks_gives_the_same_bytes(
 
 
 @pytest.mark.parametrize("as_conv2d", [False, True])
-def test_streaming_equals_whole_decode(vae: AutoencoderKLWan, latents: Tensor, whole: Tensor, as_conv2d: bool) -> None:
-    frames, _ = StreamingDecoder(vae, as_conv2d=as_conv2d).decode_float(latents, None)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_streaming_equals_whole_decode(
+    vae: AutoencoderKLWan, latents: Tensor, whole: Tensor, as_conv2d: bool, channels_last: bool
+) -> None:
+    decoder = StreamingDecoder(vae, as_conv2d=as_conv2d, channels_last=channels_last)
+    frames, _ = decoder.decode_float(latents, None)
     assert frames.dtype == torch.float32 and frames.shape == (2, 29, 32, 48, 3)
     # float32 sums in another order, about 20 convolutions deep
     torch.testing.assert_close(frames, whole, rtol=0, atol=1e-5)

@@ -189,7 +189,7 @@ def test_what_the_parts_do_is_what_a_block_does(rig: Any) -> None:
         assert torch.equal(run(rig, spec, fast=FastOptions(compile="on")), expected)
 
 
-@pytest.mark.parametrize("field", ["compile", "graphs"])
+@pytest.mark.parametrize("field", ["compile", "graphs", "channels_last"])
 def test_an_unknown_choice_is_refused(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field}='fast' is unknown; use one of: auto, on, off"):
         replace(FastOptions(), **{field: "fast"})
