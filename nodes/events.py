@@ -9,6 +9,7 @@ import base64
 import io
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import comfy.model_management
@@ -18,9 +19,10 @@ from server import PromptServer
 from torch import Tensor
 
 from flashforward_core.engine.events import AnchorBlockReady, ChunkReady, Event, TaskFinished, TaskSpan, Timeline
-from flashforward_core.model.vae import Preview
+from flashforward_core.engine.rollout import Reused
 
 from .devices import resolved
+from .previews import Look
 from .sockets import PlanValue
 
 PREVIEW_SIDE = 512  # pixels, at most
@@ -110,11 +112,18 @@ class PageFeed:
             _send("flashforward.preview", {**self._header, "pictures": self._pictures})
         self._spans, self._pictures = [], []
 
-    def done(self, *, timeline: Timeline | None, sha256: str | None) -> None:
+    def done(self, *, timeline: Timeline | None, sha256: str | None, reused: Reused) -> None:
         """Say that the run has ended well."""
         self.flush(now=True)
         told = None if timeline is None else timeline.to_json()
-        _send("flashforward.done", {**self._header, "timeline": told, "sha256": sha256})
+        saved = {"chunks": reused.chunks, "forwards": reused.forwards}
+        _send("flashforward.done", {**self._header, "timeline": told, "sha256": sha256, "reused": saved})
+
+
+def _is_watched() -> bool:
+    """Whether a page sees what this run sends: pictures cost time."""
+    server = PromptServer.instance
+    return server.client_id in server.sockets
 
 
 def _send(name: str, data: dict[str, Any]) -> None:
@@ -131,15 +140,14 @@ class RolloutMonitor:
         self,
         *,
         node_id: str | None,
-        preview: Preview,
-        scale: int,
+        look: Look,
         plan: PlanValue,
         planner_only: bool = False,
         given_anchors: bool = False,
     ) -> None:
         self._progress = Progress(node_id=node_id)
-        self._preview = preview
-        self._scale = scale
+        self._look = look if _is_watched() else None
+        self._scale = look.scale
         self._node_id = node_id
         self._positions = plan.spec.anchor_positions()
         self._blocks = plan.spec.anchor_blocks()
@@ -161,8 +169,7 @@ class RolloutMonitor:
             self._done, self._total = event.done, event.total
             self._feed.add_span(event.span, done=event.done, total=event.total)
         elif isinstance(event, ChunkReady):
-            middle = len(event.frames) // 2
-            self._show_latents("chunk", frames=[event.frames[middle]], latents_BCFHW=event.latents[:, :, middle:])
+            self._show_latents("chunk", frames=event.frames, latents_BCFHW=event.latents, only=len(event.frames) // 2)
             self._ready["chunk"] += 1
         elif isinstance(event, AnchorBlockReady):
             if self._of["anchor block"]:  # anchors that are given are known already
@@ -171,16 +178,26 @@ class RolloutMonitor:
             self._ready["anchor block"] += 1
         self._show()
 
-    def finish(self, *, timeline: Timeline | None = None, sha256: str | None = None) -> None:
+    def finish(
+        self,
+        *,
+        timeline: Timeline | None = None,
+        sha256: str | None = None,
+        reused: Reused = Reused(),  # noqa: B008 (frozen)
+    ) -> None:
         """Show the last picture and tell the page that the run has ended well."""
         self._show(now=True)
-        self._feed.done(timeline=timeline, sha256=sha256)
+        self._feed.done(timeline=timeline, sha256=sha256, reused=reused)
 
-    def _show_latents(self, kind: str, *, frames: list[int], latents_BCFHW: Any) -> None:
-        pictures = self._preview.frames(latents_BCFHW[:1])[0]
-        self._picture = pictures[-1]
-        for frame, picture in zip(frames, pictures, strict=False):
-            self._feed.add_picture(kind, frame=frame, image=to_image(picture))
+    def _show_latents(self, kind: str, *, frames: Sequence[int], latents_BCFHW: Any, only: int | None = None) -> None:
+        """Show latent frames at absolute positions, or ``only`` one of them: a look may need the others to follow."""
+        if self._look is None:
+            return
+        pictures = self._look.frames(latents_BCFHW[:1], positions=frames)[0]
+        shown = range(len(frames)) if only is None else [only]
+        for n in shown:
+            self._feed.add_picture(kind, frame=frames[n], image=to_image(pictures[n]))
+        self._picture = pictures[shown[-1]]
 
     def _show(self, *, now: bool = False) -> None:
         picture = None

@@ -7,14 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import comfy.latent_formats
 import torch
 from comfy_api.latest import io
 
 import flashforward_core
 from flashforward_core.model.loading import load_backbone, load_embedded
 from flashforward_core.model.roles import Backbone
-from flashforward_core.model.vae import Preview, load_preview
 from flashforward_core.prompts import parse
 
 from .devices import default_device
@@ -31,16 +29,6 @@ def assets_folder() -> Path:
     """Where the embedded model's files are: FLASHFORWARD_ASSETS, or the pack's own folder."""
     own = Path(str(flashforward_core.__file__)).resolve().parent / "assets"
     return Path(os.environ.get("FLASHFORWARD_ASSETS", own))
-
-
-def preview_of(backbone: Backbone) -> Preview:
-    """Give the projection that shows a backbone's latents: the embedded model's, or ComfyUI's for Wan 2.1."""
-    if backbone.vae is not None:
-        return load_preview(assets_folder() / "vae")
-    wan = comfy.latent_formats.Wan21()  # its factors give colours in -1 to 1
-    weight = tuple((row[0] / 2, row[1] / 2, row[2] / 2) for row in wan.latent_rgb_factors)
-    red, green, blue = (0.5 + value / 2 for value in wan.latent_rgb_factors_bias)
-    return Preview(weight=weight, bias=(red, green, blue))
 
 
 def check_size(backbone: Backbone, *, width: int, height: int) -> None:

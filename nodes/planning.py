@@ -16,8 +16,9 @@ from flashforward_core.specs import AnchorPlan, History, RolloutSpec, StageSched
 from .bridge import to_latent
 from .devices import default_devices
 from .events import RolloutMonitor, check_cancel, show_text
-from .loading import check_size, preview_of
+from .loading import check_size
 from .pictures import encode_pictures
+from .previews import look_of
 from .prompts import with_prompts
 from .residency import make_resident
 from .sockets import (
@@ -249,9 +250,7 @@ class PlanAnchors(io.ComfyNode):
         start = None
         if start_image is not None:
             start = encode_pictures(start_image, name="start_image", shape=spec.shape, backbone=backbone, vae=vae)
-        monitor = RolloutMonitor(
-            node_id=cls.hidden.unique_id, preview=preview_of(backbone), scale=8, plan=plan, planner_only=True
-        )
+        monitor = RolloutMonitor(node_id=cls.hidden.unique_id, look=look_of(backbone), plan=plan, planner_only=True)
         make_resident(backbone, plan)
         anchors = plan_anchors(
             backbone,

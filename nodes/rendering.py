@@ -9,11 +9,10 @@ from torch import Tensor
 
 from flashforward_core.engine.rollout import Anchors, render
 from flashforward_core.model.roles import Backbone
-from flashforward_core.specs import SPATIAL_FACTOR
 
 from .bridge import from_latent, to_latent
 from .events import RolloutMonitor, check_cancel, show_text
-from .loading import preview_of
+from .previews import look_of
 from .prompts import with_prompts
 from .residency import make_resident
 from .sockets import (
@@ -89,8 +88,7 @@ class Render(io.ComfyNode):
         spec, texts = with_prompts(replace(plan.spec, seed=seed), positive, backbone)
         monitor = RolloutMonitor(
             node_id=cls.hidden.unique_id,
-            preview=preview_of(backbone),
-            scale=SPATIAL_FACTOR,
+            look=look_of(backbone),
             plan=plan,
             given_anchors=anchors is not None,
         )
@@ -106,8 +104,8 @@ class Render(io.ComfyNode):
             on_event=monitor,
             check_cancel=check_cancel,
         )
-        monitor.finish(timeline=result.timeline, sha256=result.sha256)
         reused = result.reused
+        monitor.finish(timeline=result.timeline, sha256=result.sha256, reused=reused)
         text = f"latents sha256 {result.sha256}"
         if reused.forwards:
             text += f"\nreused {reused.chunks} of {spec.num_chunks} chunks; {reused.forwards} forwards saved"

@@ -32,10 +32,15 @@ class PlanValue:
 
 
 def expert(kind: Any, name: str, **options: Any) -> Any:
-    """Declare an input that ComfyUI folds away under "advanced", where its version knows how."""
+    """Declare an input that the editor folds away under "advanced".
+
+    Versions of ComfyUI whose inputs have no such option pass on what they do not know to the editor, which has it.
+    """
     if "advanced" in inspect.signature(kind.Input.__init__).parameters:
-        options["advanced"] = True
-    return kind.Input(name, **options)
+        return kind.Input(name, **options, advanced=True)
+    made = kind.Input(name, **options)
+    made.extra_dict = {**(made.extra_dict or {}), "advanced": True}
+    return made
 
 
 def seed_input(tooltip: str) -> Any:

@@ -30,16 +30,16 @@ const RENDER_SPANS = [
   span("renderer/denoise/c2/s1", 1, 4),
 ];
 const LANES = [0, 1].map((n) => ({ name: `lane${n}`, device: "cpu" }));
-const timeline = (lanes, spans) => ({ source: "simulated", lanes, spans, rounds: 5, predicted_s: null, peak_kv_bytes: [2 ** 21, 2 ** 20] });
+const timeline = (lanes, spans, rounds) => ({ source: "simulated", lanes, spans, rounds, predicted_s: null, peak_kv_bytes: [2 ** 21, 2 ** 20] });
 
 /** A fresh copy; Plan Anchors runs on its own, as in the quickstart. */
 export function plan(changes = {}) {
   const made = {
     graph: { tasks: [COMMIT, ...RENDER] },
-    timeline: timeline(LANES, [span("planner/commit/b0", 0, 0), ...RENDER_SPANS]),
+    timeline: timeline(LANES, [span("planner/commit/b0", 0, 0), ...RENDER_SPANS], 5),
     planner: {
       graph: { tasks: PLANNER },
-      timeline: timeline(LANES.slice(0, 1), PLANNER.map(({ id }, start) => span(id, 0, start))),
+      timeline: timeline(LANES.slice(0, 1), PLANNER.map(({ id }, start) => span(id, 0, start)), 2),
     },
     summary: "five latent frames",
     video: {

@@ -193,3 +193,12 @@ test("a view too small for anything is still laid out", () => {
   const view = layout({ index, runs: noRuns(), width: 1, height: 1 });
   assert.ok(view.tasks.every((task) => Number.isFinite(task.ghost.x) && task.ghost.w > 0));
 });
+
+test("a lane's name can be pointed at, and lights up its tasks", () => {
+  const view = draw();
+  const lane = hitTest(view, view.lanes[1].x + 1, view.lanes[1].y + 2);
+  assert.deepEqual([lane.kind, lane.index], ["lane", 1]);
+  assert.equal(sameItem(draw(), lane).index, 1);
+  const { tasks } = highlights(index, lane);
+  assert.deepEqual(sorted(tasks), [0, 1, 2].map((chunk) => `render:renderer/denoise/c${chunk}/s1`));
+});

@@ -2,6 +2,7 @@
 
 import { app } from "../../../scripts/app.js";
 import { api } from "../../../scripts/api.js";
+import { foldAdvanced } from "./folding.js";
 import { applyDone, applyPictures, applySpans, applyStop, indexPlan, noRuns, numLanes, wantedHeight } from "./timeline_model.js";
 import { TimelineView } from "./timeline_view.js";
 import { chromeTrace, exportJson } from "./timeline_words.js";
@@ -61,6 +62,8 @@ class Timeline {
     this.index = null;
     this.asked = ""; // the latest request
     this.answered = ""; // the request that what is shown answers
+    this.run = ""; // the latest run
+    this.ran = ""; // the request that stood when what is shown as measured began to run
     this.timer = 0;
     this.abort = null;
     const options = { serialize: false, hideOnZoom: false, getMinHeight: () => this.height(), getValue: () => "", setValue() {} };
@@ -103,7 +106,7 @@ class Timeline {
       return;
     }
     this.index = indexPlan(answer);
-    this.setRuns(noRuns()); // what ran was another plan
+    if (body !== this.ran) this.setRuns(noRuns()); // what ran was another plan
     this.view.setPlan(this.index);
     this.fit();
   }
@@ -111,6 +114,15 @@ class Timeline {
   setRuns(runs) {
     this.runs = runs;
     this.view.setRuns(runs);
+  }
+
+  /** Take in an event of a run. */
+  follow(apply, event) {
+    this.setRuns(apply(this.runs, event));
+    if (event.run === this.run) return;
+    this.run = event.run;
+    this.check(); // a value may have changed right before the run
+    this.ran = this.asked;
   }
 
   /** Make room for the lanes; never take any away that the artist gave. */
@@ -149,7 +161,7 @@ function timelineOf(id) {
 function follow(event, apply) {
   api.addEventListener(event, ({ detail }) => {
     const timeline = timelineOf(detail.plan);
-    if (timeline?.index) timeline.setRuns(apply(timeline.runs, detail));
+    timeline?.follow(apply, detail);
   });
 }
 
@@ -211,7 +223,9 @@ app.registerExtension({
   },
 
   nodeCreated(node) {
-    if (String(typeOf(node)).startsWith("FlashForward")) saveInputsOnly(node);
+    if (!String(typeOf(node)).startsWith("FlashForward")) return;
+    saveInputsOnly(node);
+    foldAdvanced(node);
     if (typeOf(node) === PLAN) attach(node);
   },
 

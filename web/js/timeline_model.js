@@ -1,6 +1,7 @@
 // The timeline without the page: a plan's JSON and a run's events in; rectangles, labels and answers about a point out.
 // Nothing here computes a schedule: the server's simulation is drawn as it comes.
 
+export const HEADLINES = 3; // lines of text above the picture
 export const SIZES = { pad: 8, line: 15, gutter: 50, strip: 28, marker: 9, gap: 12, minRow: 10, maxRow: 34, minWidth: 220 };
 
 /** A run's events so far: measured spans of the two parts, and pictures by latent frame. */
@@ -22,6 +23,7 @@ export function applySpans(runs, event) {
     total: event.total,
     state: "running",
     sha256: null,
+    reused: null,
   };
   return { ...kept, [key]: run, active: key };
 }
@@ -36,9 +38,12 @@ export function applyPictures(runs, event) {
 /** Take in flashforward.done: the full timeline replaces what came in batches. */
 export function applyDone(runs, event) {
   const key = event.planner_only ? "planner" : "render";
-  if (runs[key]?.id !== event.run) return runs;
+  if (runs[key]?.id !== event.run) {
+    if (!event.reused?.forwards) return runs;
+    return applyDone(applySpans(runs, { ...event, spans: [], done: 0, total: 0 }), event); // all of it was there already
+  }
   const spans = event.timeline?.spans ?? runs[key].spans;
-  return { ...runs, [key]: { ...runs[key], spans, sha256: event.sha256, state: "done" } };
+  return { ...runs, [key]: { ...runs[key], spans, sha256: event.sha256, reused: event.reused ?? null, state: "done" } };
 }
 
 /** The run was cancelled or failed. */
@@ -92,6 +97,7 @@ const union = (sets) => new Set(sets.flatMap((set) => [...set]));
 export function highlights(index, item) {
   if (!item) return { chunks: new Set(), anchors: new Set(), tasks: new Set() };
   if (item.kind === "task") return taskHighlights(index, item);
+  if (item.kind === "lane") return laneHighlights(index, item);
   const render = index.parts.at(-1);
   const all = [...render.tasks.values()].filter((task) => task.role === "renderer");
   if (item.kind === "anchor") {
@@ -118,6 +124,13 @@ function ownAnchorTasks(index, part, anchor) {
   return tasks.map((task) => key(part.key, task.id));
 }
 
+function laneHighlights(index, item) {
+  const own = index.parts.flatMap((part) =>
+    [...part.spans.values()].filter((span) => span.lane === item.index).map((span) => key(part.key, span.task)),
+  );
+  return { chunks: new Set(), anchors: new Set(), tasks: new Set(own) };
+}
+
 function taskHighlights(index, item) {
   const part = index.parts.find((candidate) => candidate.key === item.part);
   const task = part.tasks.get(item.task);
@@ -142,13 +155,13 @@ export function numLanes(index, runs) {
 /** The height in pixels that shows every lane well. */
 export function wantedHeight(lanes) {
   const { pad, line, strip, marker, gap } = SIZES;
-  return 2 * pad + 5 * line + strip + marker + 2 * gap + Math.max(40, Math.min(lanes, 8) * 20);
+  return 2 * pad + (HEADLINES + 3) * line + strip + marker + 2 * gap + Math.max(40, Math.min(lanes, 8) * 20);
 }
 
 /** Everything to draw, in pixels from the top left of a `width` x `height` view. */
 export function layout({ index, runs, width, height }) {
   const { pad, line, strip, marker, gap, gutter } = SIZES;
-  const top = pad + 2 * line + 2;
+  const top = pad + HEADLINES * line + 2;
   const lanesTop = top + strip + marker + gap + line;
   const bottom = height - pad - 2 * line;
   const count = numLanes(index, runs);
@@ -261,7 +274,8 @@ function laneLabels(index, runs, area) {
   return Array.from({ length: area.count }, (_, lane) => {
     const device = known[lane]?.device || `lane${lane}`;
     const shared = known.filter((other) => other.device === device).length > 1;
-    return { text: shared ? `${device} ·${lane}` : device, x: SIZES.pad, y: area.y + lane * area.row + area.row / 2 };
+    const text = shared ? `${device} ·${lane}` : device;
+    return { kind: "lane", index: lane, text, x: SIZES.pad, y: area.y + lane * area.row, w: SIZES.gutter, h: area.row };
   });
 }
 
@@ -275,6 +289,7 @@ export function hitTest(view, x, y) {
     view.chunks.find((chunk) => inside(chunk, x, y)) ??
     view.tasks.find((task) => inside(task.box, x, y)) ??
     view.tasks.find((task) => inside(task.ghost, x, y)) ??
+    view.lanes.find((lane) => inside(lane, x, y)) ??
     null
   );
 }
@@ -282,6 +297,6 @@ export function hitTest(view, x, y) {
 /** The task that an item still stands for in a fresh layout, after a redraw. */
 export function sameItem(view, item) {
   if (!item) return null;
-  const list = { task: view.tasks, chunk: view.chunks, anchor: view.anchors }[item.kind];
+  const list = { task: view.tasks, chunk: view.chunks, anchor: view.anchors, lane: view.lanes }[item.kind];
   return list.find((other) => other.index === item.index && other.task === item.task && other.part === item.part) ?? null;
 }

@@ -176,9 +176,9 @@ export class TimelineView {
       context.fillText(fitText(context, words, room), x, y);
     };
     const room = view.width - 2 * SIZES.pad;
-    const [first, second] = headline(index, this.runs);
-    text(first, SIZES.pad, SIZES.pad + 6, theme.text, room);
-    text(second, SIZES.pad, SIZES.pad + 6 + SIZES.line, theme.muted, room);
+    headline(index, this.runs).forEach((words, order) => {
+      text(words, SIZES.pad, SIZES.pad + 6 + order * SIZES.line, order ? theme.muted : theme.text, room);
+    });
     this.paintStrip(context, theme, lit);
     this.paintLanes(context, theme, lit);
     if (!this.hover) paintLegend(context, theme, view, index);
@@ -225,10 +225,11 @@ export class TimelineView {
   paintLanes(context, theme, lit) {
     const { view } = this;
     for (const lane of view.lanes) {
-      context.fillStyle = theme.muted;
-      context.fillText(fitText(context, lane.text, SIZES.gutter - 4), lane.x, lane.y);
+      const isHovered = this.hover?.kind === "lane" && this.hover.index === lane.index;
+      context.fillStyle = isHovered ? theme.text : theme.muted;
+      context.fillText(fitText(context, lane.text, SIZES.gutter - 4), lane.x, lane.y + lane.h / 2);
       context.fillStyle = theme.line;
-      fade(context, 0.35, () => context.fillRect(view.area.x, lane.y + view.area.row / 2 - 1, view.area.w, 1));
+      fade(context, 0.35, () => context.fillRect(view.area.x, lane.y + lane.h - 1, view.area.w, 1));
     }
     if (view.sections.length > 1) {
       for (const section of view.sections) {

@@ -28,36 +28,55 @@ export function videoSeconds([from, to], fps) {
   return [from === 0 ? 0 : (4 * from - 3) / fps, (4 * to - 3) / fps];
 }
 
-/** The two lines over the timeline. */
+/** The lines over the timeline: what the video is, what it takes, and where it runs or how far the run is. */
 export function headline(index, runs) {
-  const { totals, video } = index;
-  const about = totals.exact ? "" : "≈ ";
+  return [videoLine(index), workLine(index), runLine(index, runs) ?? lanesLine(index)];
+}
+
+function videoLine({ plan, totals, video }) {
+  const schedule = plan.note ? `${totals.schedule}: ` : ""; // the backbone's preset may have chosen another
+  const frames = plural(Math.round(video.seconds * video.fps), "frame");
   const anchors = video.anchors.length && totals.exact ? ` · ${plural(video.anchors.length, "anchor")}` : "";
-  const schedule = index.plan.note ? `${totals.schedule}: ` : ""; // the backbone's preset may have chosen another
-  const first = `${schedule}${about}${plural(totals.rounds, "round")} · ${totals.forwards.total} forwards · ${plural(video.num_chunks, "chunk")}${anchors}`;
   const cut = totals.exact ? "" : ` · first ${video.chunks.length} chunks shown`;
-  return [first + cut, runLine(index, runs) ?? planLine(index)];
+  return `${schedule}${seconds(video.seconds)} = ${frames} · ${plural(video.num_chunks, "chunk")}${anchors}${cut}`;
 }
 
-function planLine(index) {
-  const { totals } = index;
-  const { lanes, peak_kv_bytes: peaks } = index.parts.at(-1).timeline;
-  const predicted = totals.predicted_s === null ? "" : `${totals.exact ? "" : "≈ "}${seconds(totals.predicted_s)} · `;
-  const alike = peaks.every((peak) => peak === peaks[0]);
-  const kv = alike ? `${bytes(peaks[0])}${peaks.length > 1 ? " each" : ""}` : peaks.map(bytes).join(", ");
-  return `${predicted}${plural(lanes.length, "lane")}, ${totals.layout} · KV ${kv} (${totals.model})`;
+function workLine({ parts, totals }) {
+  const about = totals.exact ? "" : "≈ ";
+  const each = parts.map((part) => `${part.title} ${part.timeline.rounds}`).join(" + ");
+  const split = parts.length > 1 && totals.exact ? ` (${each})` : "";
+  const predicted = totals.predicted_s === null ? "" : ` · predicted ${about}${seconds(totals.predicted_s)}`;
+  return `${about}${plural(totals.rounds, "round")}${split} · ${totals.forwards.total} forwards${predicted}`;
 }
 
-/** How far a run is or how long it took; null when nothing has run. */
+/** Lanes, and the most memory in use per device: all of it where the server predicts that, else keys and values alone. */
+function lanesLine({ parts, totals }) {
+  const { lanes, peak_kv_bytes: kv, peak_bytes: peaks = {} } = parts.at(-1).timeline;
+  const devices = Object.entries(peaks);
+  const memory = devices.length
+    ? `memory ${peakWords(devices.map(([, peak]) => peak), "device")}`
+    : `KV ${peakWords(kv, "lane")}`;
+  return `${plural(lanes.length, "lane")}, ${totals.layout} · ${memory} (${totals.model})`;
+}
+
+/** What each holds at most, in few words; one's own is told under the pointer. */
+function peakWords(peaks, what) {
+  const all = peaks.map(bytes);
+  if (new Set(all).size === 1) return all.length > 1 ? `${all[0]} each` : all[0];
+  return all.length < 4 ? all.join(", ") : `${bytes(Math.min(...peaks))} to ${bytes(Math.max(...peaks))} a ${what}`;
+}
+
+/** How far a run is or how long it took, and what it saved; null when nothing has run. */
 function runLine(index, runs) {
   const parts = index.parts.map((part) => runs[part.key]).filter(Boolean);
   if (!parts.length) return null;
-  const length = parts.reduce((sum, run) => sum + Math.max(...run.spans.map((span) => span.end_s)), 0);
+  const length = parts.reduce((sum, run) => sum + Math.max(...run.spans.map((span) => span.end_s), 0), 0);
   const last = parts.at(-1);
   if (last.state === "running") return `running: ${last.done}/${last.total} tasks · ${seconds(length)}`;
   if (last.state === "stopped") return `stopped at ${last.done}/${last.total} tasks · ${seconds(length)}`;
-  const predicted = index.totals.predicted_s;
-  return `measured ${seconds(length)}` + (predicted === null ? "" : ` · predicted ${seconds(predicted)}`);
+  const { chunks, forwards } = last.reused ?? { chunks: 0, forwards: 0 };
+  const saved = forwards ? ` · ${chunks} of ${index.video.num_chunks} chunks reused, ${forwards} forwards saved` : "";
+  return `measured ${seconds(length)}${saved}`;
 }
 
 /** One line about what is under the pointer. */
@@ -65,9 +84,11 @@ export function describe(index, item) {
   if (!item) return "";
   const lit = highlights(index, item);
   if (item.kind === "anchor") {
-    return `anchor ${item.index} at latent frame ${item.frame} · read by chunks ${ranges(lit.chunks) || "none"}`;
+    const at = (4 * item.frame) / index.video.fps; // the last of its four video frames
+    return `anchor ${item.index} at ${at.toFixed(2)} s (latent frame ${item.frame}) · read by chunks ${ranges(lit.chunks) || "none"}`;
   }
   if (item.kind === "chunk") return describeChunk(index, item, lit);
+  if (item.kind === "lane") return describeLane(index, item);
   const when = item.measured
     ? `${seconds(item.measured.end_s - item.measured.start_s)} at ${seconds(item.measured.start_s)}`
     : `from ${predictedAt(index, item)}`;
@@ -75,14 +96,24 @@ export function describe(index, item) {
 }
 
 function describeChunk(index, item, lit) {
-  const [from, to] = videoSeconds(item.frames, index.video.fps);
-  return `chunk ${item.index} (${from.toFixed(1)}–${to.toFixed(1)} s)${reads(index, lit)}`;
+  const { fps } = index.video;
+  const [from, to] = videoSeconds(item.frames, fps);
+  const frames = `frames ${Math.round(from * fps)}–${Math.round(to * fps) - 1}`;
+  return `chunk ${item.index} (${from.toFixed(1)}–${to.toFixed(1)} s, ${frames})${reads(index, lit)}`;
 }
 
-function reads(index, lit) {
-  const frames = [...lit.anchors].map((anchor) => index.video.anchors[anchor]);
-  const parts = [
-    lit.chunks.size ? `chunks ${ranges(lit.chunks)}` : "",
+function describeLane(index, item) {
+  const { spans, timeline, extent } = index.parts.at(-1);
+  const own = [...spans.values()].filter((span) => span.lane === item.index);
+  const busy = own.reduce((sum, span) => sum + span.end_s - span.start_s, 0) / extent;
+  const told = [plural(own.length, "task"), `busy ${Math.round(100 * busy)} %`];
+  const kv = timeline.peak_kv_bytes[item.index];
+  if (kv !== undefined) told.push(`KV ${bytes(kv)}`);
+  const device = timeline.lanes[item.index]?.device;
+  const all = timeline.peak_bytes?.[device];
+  if (all !== undefined) told.push(`${bytes(all)} on ${device} at most`);
+  return `lane ${item.index} (${item.text}): ${told.join(" · ")}`;
+}` : "",
     frames.length ? `anchors at ${frames.sort((a, b) => a - b).join(", ")}` : "",
   ].filter(Boolean);
   return parts.length ? ` · reads ${parts.join(" and ")}` : "";
