@@ -113,7 +113,12 @@ function describeLane(index, item) {
   const all = timeline.peak_bytes?.[device];
   if (all !== undefined) told.push(`${bytes(all)} on ${device} at most`);
   return `lane ${item.index} (${item.text}): ${told.join(" · ")}`;
-}` : "",
+}
+
+function reads(index, lit) {
+  const frames = [...lit.anchors].map((anchor) => index.video.anchors[anchor]);
+  const parts = [
+    lit.chunks.size ? `chunks ${ranges(lit.chunks)}}` : "",
     frames.length ? `anchors at ${frames.sort((a, b) => a - b).join(", ")}` : "",
   ].filter(Boolean);
   return parts.length ? ` · reads ${parts.join(" and ")}` : "";
