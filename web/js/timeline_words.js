@@ -118,7 +118,7 @@ function describeLane(index, item) {
 function reads(index, lit) {
   const frames = [...lit.anchors].map((anchor) => index.video.anchors[anchor]);
   const parts = [
-    lit.chunks.size ? `chunks ${ranges(lit.chunks)}}` : "",
+    lit.chunks.size ? `chunks ${ranges(lit.chunks)}` : "",
     frames.length ? `anchors at ${frames.sort((a, b) => a - b).join(", ")}` : "",
   ].filter(Boolean);
   return parts.length ? ` · reads ${parts.join(" and ")}` : "";
