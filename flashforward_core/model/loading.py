@@ -107,7 +107,11 @@ def load_backbone(
 
 
 def load_again(source: WeightsFrom, *, device: torch.device | str) -> Backbone:
-    """Load what ``source`` says, on this machine; raises as its loader does."""
+    """Load what ``source`` says, on this machine; a missing file raises ``FileNotFoundError``, others as the loader."""
+    options = source.options
+    for path in (options.get("assets"), options.get("path"), *options.get("role_loras", {}).values()):
+        if path is not None:
+            require(path, what="weights, as on the machine that asks for them")
     if source.loader == "embedded":
         return load_embedded(**source.options, device=device)
     return load_backbone(**source.options, device=device)
