@@ -21,7 +21,7 @@ from .forward import FastOptions
 from .lane_worker import LaneError, Rollout, packed_event
 from .ops import RunInputs
 from .placement import Placement
-from .ray_lanes import Fleet, LaneLost
+from .ray_lanes import Fleet, LaneLost, Node
 from .reuse import Resume, whole
 from .run import RunReport, bank_shape
 from .shares import Share, shares_of
@@ -94,10 +94,7 @@ def run_on_ray(
         peaks = crew.fleet.each("end")
     except LaneLost as error:
         dismiss()
-        done, total = len(driver.chunks), inputs.spec.num_chunks
-        raise LaneLost(
-            f"{error} ({done} of {total} chunks were finished by then, and are kept where they are saved)"
-        ) from error
+        raise LaneLost(f"{error}; {len(driver.chunks)} of {inputs.spec.num_chunks} chunks were finished") from error
     except BaseException:
         _give_up(crew, number)
         raise
@@ -149,11 +146,16 @@ def _load(fleet: Fleet, backbone: Backbone, *, check_cancel: CheckCancel | None)
         for lane, mark in enumerate(marks):
             if mark is None:
                 marks[lane] = _answer(fleet, lane, "receive", plain, modules, check_cancel=check_cancel)
-    for lane, mark in enumerate(marks):
-        if mark != backbone.fingerprint:
+    check_marks(marks, nodes=fleet.nodes, fingerprint=backbone.fingerprint)
+
+
+def check_marks(marks: Sequence[str | None], *, nodes: Sequence[Node], fingerprint: str) -> None:
+    """Raise ``ValueError`` when a lane's weights are not this machine's, by their fingerprints."""
+    for node, mark in zip(nodes, marks, strict=True):
+        if mark != fingerprint:
             raise ValueError(
-                f"the weights on {fleet.nodes[lane]} are not this machine's: fingerprint {str(mark)[:12]} instead of "
-                f"{backbone.fingerprint[:12]}; copy the same files there"
+                f"the weights on {node} are not this machine's: fingerprint {str(mark)[:12]} instead of "
+                f"{fingerprint[:12]}; copy the same files there"
             )
 
 
