@@ -29,7 +29,7 @@ from .memory import (
 )
 from .offload import ALIGNMENT
 from .placement import Placement
-from .replicas import device_of, weights_on
+from .replicas import blocks_on, device_of, weights_on
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +117,8 @@ class Question:
     video: RolloutSpec | None = None
     movable: bool = True
     """Whether weights can stay in host memory: those that a device has as its own cannot."""
+    already: Mapping[str, int] = field(default_factory=dict)
+    """Blocks on the devices that stream already. No more are brought there: packing a model anew takes its time."""
 
     def predict(
         self, placement: Placement, options: MemoryOptions, *, limits: Mapping[str, int]
@@ -138,10 +140,8 @@ class Question:
 
         if options.offload == "off":
             return predict(self.sizes.config.num_layers), {}
-        resident = {
-            memory.device: blocks_that_fit(self.sizes, least=memory, limit=limits[memory.device])
-            for memory in predict(0)
-        }
+        fitting = {m.device: blocks_that_fit(self.sizes, least=m, limit=limits[m.device]) for m in predict(0)}
+        resident = {device: min(count, self.already.get(device, count)) for device, count in fitting.items()}
         by_count = {count: predict(count) for count in set(resident.values())}
         found = [
             next(memory for memory in by_count[count] if memory.device == device) for device, count in resident.items()
@@ -206,6 +206,8 @@ def fit_run(
         if devices.memory.offload == "on":
             log.warning("offload=on has no effect with ray_address: lanes there hold all of their weights")
         return Fit(options=devices.memory)
+    names = {lane.device for lane in placed(devices.order).lanes}
+    streaming = {name: blocks_on(backbone, torch.device(name)) for name in names}
     question = Question(
         graph=graph,
         spec=spec,
@@ -214,6 +216,6 @@ def fit_run(
         pages=pages,
         batch=batch,
         movable=device_of(backbone).type == "cpu",
+        already={name: count for name, count in streaming.items() if count is not None},
     )
-    names = {lane.device for lane in placed(devices.order).lanes}
     return fit(question, order=devices.order, options=devices.memory, available=available_to(backbone, names))

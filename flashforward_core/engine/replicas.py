@@ -71,6 +71,13 @@ def weights_on(backbone: Backbone, device: torch.device) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in _tensors(parts, besides={})}.values())
 
 
+def blocks_on(backbone: Backbone, device: torch.device) -> int | None:
+    """Return how many blocks of each model are on ``device`` while the others wait in host memory; None if none do."""
+    with _lock:
+        found = _replicas.get(backbone.models[Role.RENDERER], {}).get(device)
+    return None if found is None else found.resident
+
+
 def drop_replicas(backbone: Backbone) -> None:
     """Forget the copies of ``backbone``'s weights, so that their memory can be used for something else."""
     drop_replicas_of(backbone.models[Role.RENDERER])
