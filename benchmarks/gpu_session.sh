@@ -71,7 +71,7 @@ part() {
             --schedules flashforward self_forcing hiar
         ;;
     jobs) # one lane denoises and the other decodes, or both do both
-        large_model "1.3B jobs" 120 1.3B bf16 --latents 81 --devices ${both:-$one} --decode own shared --metrics job_s
+        large_model "1.3B jobs" 120 1.3B bf16 --latents 81 --devices ${both:-$one} --decode own any shared --metrics job_s
         ;;
     decode) # each way to decode
         large_model "1.3B decoding" 120 1.3B bf16 --latents 81 --devices $one --metrics decode_fps --fit

@@ -122,8 +122,10 @@ def _check(devices: DevicePlan, *, in_flight: int) -> None:
         raise ValueError(f"layout={devices.layout!r} does not go with several rollouts; use layout='auto'")
     if devices.order != "latency":
         raise ValueError(f"order={devices.order!r} does not go with several rollouts; use order='latency'")
-    if devices.decode == "own":
-        raise ValueError("decode='own' does not go with several rollouts, whose decoding changes lanes; use 'auto'")
+    if devices.decode in ("own", "any"):
+        raise ValueError(
+            f"decode={devices.decode!r} does not go with several rollouts, whose decoding changes lanes; use 'auto'"
+        )
     if devices.memory.offload == "on":
         raise ValueError("offload='on' does not go with several rollouts, which share weights; use offload='off'")
 

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Protocol
+from functools import cache, partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -65,7 +65,7 @@ class LaneTensor:
 
     lane: str
     tensor: Any
-    """A Tensor, or a state that stays on its lane."""
+    """A Tensor, or a state."""
 
     def on(self, lane: Lane) -> Any:
         """Return the tensor or state; assert that ``lane`` is its own."""
@@ -76,10 +76,25 @@ class LaneTensor:
         """Return a copy on ``lane``, or itself when it is there already."""
         if self.lane == lane.name:
             return self
-        assert isinstance(self.tensor, torch.Tensor), f"a {type(self.tensor).__name__} cannot leave {self.lane}"
-        copied = torch.empty_like(self.tensor, device=lane.device)
-        lane.ops.copy(copied, self.tensor)
-        return LaneTensor(lane.name, copied)
+        if isinstance(self.tensor, torch.Tensor):
+            return LaneTensor(lane.name, _copied(self.tensor, lane=lane))
+        assert isinstance(self.tensor, Movable), f"a {type(self.tensor).__name__} cannot leave {self.lane}"
+        return LaneTensor(lane.name, self.tensor.mapped(partial(_copied, lane=lane)))
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """A state that can go to another lane."""
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """Return the state with ``change`` done to each of its tensors."""
+        ...
+
+
+def _copied(tensor: torch.Tensor, *, lane: Lane) -> torch.Tensor:
+    copied = torch.empty_like(tensor, device=lane.device)
+    lane.ops.copy(copied, tensor)
+    return copied
 
 
 class Signals:

@@ -151,7 +151,8 @@ def _kept(task: ForwardTask, state: LaneState, values: Values) -> PolicyState | 
 def decode(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Values, homes: Homes) -> dict[Slot, Any]:
     """Turn one finished chunk into uint8 frames [B, F, H, W, 3] on the device, after the previous chunk's state."""
     assert state.decoder is not None, f"{state.lane.name} has no decoder"
-    before = [values[slot].on(state.lane) for slot in task.reads if slot.space is Space.VAE_STATE]
+    states = [values[slot] for slot in task.reads if slot.space is Space.VAE_STATE]
+    before = [kept.moved_to(state.lane).on(state.lane) for kept in states]
     latents = _latents(task, inputs, state, values)
     frames, after = state.decoder.decode_in_place(latents, before[0] if before else None)
     made = {Space.FRAMES: frames, Space.VAE_STATE: after}

@@ -17,7 +17,7 @@ from .cost import rounds
 from .events import LaneInfo
 
 ORDERS = ("latency", "memory")
-DECODES = ("auto", "own", "shared")
+DECODES = ("auto", "own", "shared", "any")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +78,12 @@ class _Homes:
     planner: tuple[int, ...]
     """Lanes that the planner may use, best first."""
     decode: int
+    decodes: tuple[int, ...] = ()
+    """Lanes that decoding may use, if not just its own."""
 
     def lanes_of(self, task: ForwardTask) -> tuple[int, ...]:
         if task.kind is Kind.DECODE:
-            return (self.decode,)
+            return self.decodes or (self.decode,)
         if task.role is Role.PLANNER:
             return self.planner
         return (self.group_lane[self.groups[task.id]],)
@@ -153,8 +155,8 @@ def place(
     ``auto`` takes the shortest of the layouts, as simulated with ``cost``. ``order`` is ``latency`` (a diagonal
     wavefront; first frames early) or ``memory`` (a lane finishes a stage's chunks before its next stage, so one of
     its banks lives at a time). ``decode`` is ``own`` (the last lane does nothing else), ``shared`` (the last stage's
-    lane decodes) or ``auto`` (a lane that holds no stage, if there is one). Raises ``ValueError`` for unknown names and
-    for lanes that are too few.
+    lane decodes), ``any`` (whichever lane is idle; the decoder's state moves along) or ``auto`` (a lane that holds no
+    stage, if there is one). Raises ``ValueError`` for unknown names and for lanes that are too few.
     """
     if not lanes:
         raise ValueError("devices=0 is below 1; use devices=1 or more")
@@ -169,6 +171,8 @@ def place(
     own = decode == "own"
     if own and len(lanes) == 1:
         raise ValueError("devices=1 is below 2 for decode='own'; use decode='shared' or more devices")
+    if decode == "any" and cost is rounds:
+        cost = _rounds_with_decoding
     names = [layout]
     if layout == "auto":
         names = ["single"] if len(lanes) - own == 1 else ["interleaved", "prelude", "streaming"]
@@ -179,8 +183,15 @@ def place(
     return min(found, key=lambda pair: pair[0])[1]
 
 
+def _rounds_with_decoding(task: ForwardTask) -> float:
+    """Count decoding a chunk as two forwards: only what takes time can be spread evenly."""
+    return 2.0 if task.kind is Kind.DECODE else rounds(task)
+
+
 def _homes(groups: Mapping[str, int], layout: str, *, lanes: int, decode: str) -> _Homes:
     """Return where a layout puts things when decoding goes as asked."""
+    if decode == "any":
+        return replace(LAYOUTS[layout](groups, lanes), decodes=tuple(reversed(range(lanes))))
     if decode == "own":
         return replace(LAYOUTS[layout](groups, lanes - 1), decode=lanes - 1)
     homes = LAYOUTS[layout](groups, lanes)

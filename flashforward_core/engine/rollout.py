@@ -18,7 +18,7 @@ from ..specs import RolloutSpec
 from .anchors import Anchors, check_anchors, plan_anchors, reseed
 from .budget import fit_run
 from .cost import rounds
-from .events import AnchorBlockReady, ChunkReady, Event, LaneInfo, TaskFinished, Timeline
+from .events import AnchorBlockReady, ChunkReady, Event, FramesReady, LaneInfo, TaskFinished, Timeline
 from .executor import runner
 from .inputs import checked_inputs, empty_latents
 from .lanes import DevicePlan
@@ -87,6 +87,10 @@ def render(
     inputs = _inputs(backbone, spec, texts, anchors=anchors, start=start)
     if decode and backbone.vae is None:
         raise ValueError("decode=True needs a backbone with an autoencoder; load one, or decode the latents elsewhere")
+    if devices.decode == "any" and devices.ray_address:
+        raise ValueError(
+            "decode='any' does not go with ray_address, since machines keep their decoder; use decode='own'"
+        )
     graph = build_graph(inputs.spec, decode=decode, given_anchors=anchors is not None)
     lanes = lanes_for(devices.resolve())
     run = _resume(graph, inputs, backbone, devices=devices, lanes=lanes, reuse_bytes=reuse_bytes)
@@ -205,6 +209,8 @@ class _Events:
         self._spec = spec
         self._on_event = on_event
         self._skipped = skipped
+        self._early: dict[int, FramesReady] = {}
+        self._next_frames = 0
 
     def replay(self, there: Mapping[Slot, Tensor]) -> None:
         """Tell what is there already, as if it had just been made."""
@@ -222,8 +228,19 @@ class _Events:
             self.latents[self._slot(Space.ANCHOR_LATENT, event.index)] = event.latents
         elif isinstance(event, TaskFinished):
             event = replace(event, done=event.done + self._skipped, total=event.total + self._skipped)
-        if self._on_event is not None:
+        if isinstance(event, FramesReady):
+            self._in_order(event)
+        elif self._on_event is not None:
             self._on_event(event)
+
+    def _in_order(self, event: FramesReady) -> None:
+        """Pass frames on in the order of the chunks: lanes that take turns do not deliver in it."""
+        self._early[event.index] = event
+        while self._next_frames in self._early:
+            found = self._early.pop(self._next_frames)
+            self._next_frames += 1
+            if self._on_event is not None:
+                self._on_event(found)
 
     def _slot(self, space: Space, index: int) -> Slot:
         return Slot(space=space, index=index, level=self._spec.stages.num_stages)

@@ -10,6 +10,7 @@ Shape letters: B batch, C channels, F frames, H height, W width (latent or pixel
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -38,6 +39,10 @@ class VaeState:
     @property
     def num_bytes(self) -> int:
         return sum(f.numel() * f.element_size() for f in self.features)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> VaeState:
+        """Return the state with ``change`` done to each tensor, such as a copy to another device."""
+        return VaeState(tuple(change(feature) for feature in self.features))
 
 
 class StreamingDecoder:

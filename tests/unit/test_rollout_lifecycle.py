@@ -163,7 +163,10 @@ def test_memory_order_holds_one_stage_bank_at_a_time(rig: Any, backbone: Backbon
     assert memory.sha256 == latency.sha256
 
 
-def test_frames_come_in_order_and_equal_decoding_afterwards(rig: Any, backbone: Backbone, vae: Any) -> None:
+@pytest.mark.parametrize("decode", ["auto", "any"])
+def test_frames_come_in_order_and_equal_decoding_afterwards(
+    rig: Any, backbone: Backbone, vae: Any, decode: str
+) -> None:
     frames: list[Tensor] = []
 
     def keep(event: Event) -> None:
@@ -172,8 +175,10 @@ def test_frames_come_in_order_and_equal_decoding_afterwards(rig: Any, backbone: 
             frames.append(event.frames)
 
     whole = replace(backbone, vae=vae)
-    devices = DevicePlan(devices=("cpu*3",))
-    result = render(whole, rig.spec(latent_frames=5), rig.texts(), devices=devices, decode=True, on_event=keep)
+    devices = DevicePlan(devices=("cpu*2" if decode == "any" else "cpu*3",), decode=decode)
+    result = render(whole, rig.spec(latent_frames=14), rig.texts(), devices=devices, decode=True, on_event=keep)
+    lanes = {span.lane for span in result.timeline.spans if span.task.startswith("decode/")}
+    assert (len(lanes) > 1) == (decode == "any")
     expected, _ = StreamingDecoder(vae).decode(result.latents_BCFHW, None)
     assert torch.equal(torch.cat(frames, dim=1), expected)
     assert torch.equal(torch.cat(list(stream_decode(whole, result.latents_BCFHW))), expected[0])

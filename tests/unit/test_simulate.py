@@ -20,7 +20,7 @@ from flashforward_core.engine.events import LaneInfo, TaskSpan, Timeline
 from flashforward_core.engine.placement import LAYOUTS, Placement, lanes_for, place, stage_groups
 from flashforward_core.engine.simulate import simulate
 from flashforward_core.graph.schedules import SCHEDULES, build_graph, planner_graph, spec_for
-from flashforward_core.graph.task import Kind, Slot, TaskGraph
+from flashforward_core.graph.task import ForwardTask, Kind, Slot, TaskGraph
 from flashforward_core.model.config import WAN_1_3B
 from flashforward_core.specs import AnchorPlan, History, RolloutSpec, VideoShape
 
@@ -289,3 +289,19 @@ def test_decoding_on_one_device_cannot_have_its_own() -> None:
         place(graph, lanes=lanes_for([""]), decode="own")
     with pytest.raises(ValueError, match="decode='both' is unknown"):
         place(graph, lanes=lanes_for([""]), decode="both")
+
+
+def test_decoding_on_any_lane_shortens_a_job_that_one_lane_would_hold_up() -> None:
+    """Decoding a chunk takes two forwards' time here: one lane with it has more to do than the other."""
+    spec = RolloutSpec(shape=VideoShape(width=832, height=480, latent_frames=81))
+    graph = build_graph(spec, decode=True)
+
+    def seconds(task: ForwardTask) -> float:
+        return 2.0 if task.kind is Kind.DECODE else 1.0
+
+    lengths = {}
+    for decode in ("shared", "any"):
+        placement = place(graph, lanes=lanes_for(["", ""]), layout="interleaved", decode=decode)
+        lengths[decode] = simulate(graph, placement=placement, seconds=seconds).predicted_s
+    work = 123 + 27 * 2
+    assert work / 2 <= lengths["any"] < 1.1 * work / 2 < lengths["shared"]
