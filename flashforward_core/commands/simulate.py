@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.cost import CostKey, CostModel, fitted_devices, load_cost, slot_frames
+from ..engine.dispatch import IN_FLIGHT
 from ..engine.events import Timeline
 from ..engine.placement import LAYOUTS, ORDERS, Placement, lanes_for, place
 from ..engine.simulate import simulate
@@ -15,6 +16,8 @@ from ..graph.task import Slot, TaskGraph
 from ..kv_policy import KV_POLICIES, policy_named
 from ..model.config import EMBEDDED, MODELS, WanConfig
 from ..specs import MAX_DEVICES, AnchorPlan, History, RolloutSpec, VideoShape
+from .simulate_queue import forecast
+from .simulate_queue import rows as queue_rows
 
 RESOLUTIONS = {"480p": (832, 480), "720p": (1280, 720), "128x192": (192, 128)}
 """Name -> (width, height); the last is the embedded model's, named height first as in the benchmarks."""
@@ -50,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device-name", help="device of the fitted costs to use, if several have been measured")
     parser.add_argument("--costs", type=Path, metavar="FILE", help="fitted costs (costs.json in the cache folder)")
+    parser.add_argument(
+        "--prompts", type=int, metavar="N", help="also: N such videos, where each next one's planner fills the gaps"
+    )
+    parser.add_argument(
+        "--in-flight", type=int, default=IN_FLIGHT, metavar="N", help=f"videos under way at a time ({IN_FLIGHT})"
+    )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for chrome://tracing or Perfetto")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -150,13 +159,14 @@ def run(args: argparse.Namespace) -> int:
     if args.devices > MAX_DEVICES:
         raise ValueError(f"devices={args.devices} is above {MAX_DEVICES}; use devices={MAX_DEVICES} or fewer")
     spec = _spec(args, resolution)
+    cost = _cost(args, resolution)
     graph, placement, timeline = predict(
         spec,
         config=config,
         devices=args.devices,
         layout=args.layout,
         order=args.order,
-        cost=_cost(args, resolution),
+        cost=cost,
     )
     assert timeline.rounds is not None
     report = {
@@ -167,6 +177,10 @@ def run(args: argparse.Namespace) -> int:
         "predicted_s": timeline.predicted_s,
         "peak_kv_bytes": list(timeline.peak_kv_bytes),
     }
+    if args.prompts is not None:
+        report["queue"] = forecast(
+            spec, prompts=args.prompts, devices=args.devices, in_flight=args.in_flight, cost=cost
+        )
     if args.trace:
         args.trace.write_text(json.dumps(timeline.to_chrome_trace()), encoding="utf-8")
     print(json.dumps(report) if args.json else table(report, model=args.model, shape=spec.shape))
@@ -193,5 +207,6 @@ def table(report: dict[str, Any], *, model: str, shape: VideoShape) -> str:
         ("forwards", f"{report['forwards']['total']} ({forwards})"),
         ("predicted seconds", seconds),
         ("peak KV per lane, GiB", peaks),
+        *(queue_rows(report["queue"]) if "queue" in report else ()),
     ]
     return "\n".join(f"{name:<22}  {value}" for name, value in rows)

@@ -184,12 +184,12 @@ def long_spec() -> RolloutSpec:
     return RolloutSpec(shape=VideoShape(width=192, height=128, latent_frames=81), anchors=AnchorPlan())
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3, 4, 5])
-def test_ten_prompts_keep_lanes_busy_for_95_percent_of_the_time(lanes: int) -> None:
+@pytest.mark.parametrize(("lanes", "floor"), [(1, 1.0), (2, 0.99), (3, 0.95), (4, 0.98), (5, 0.95)])
+def test_ten_prompts_keep_lanes_busy_for_95_percent_of_the_time(lanes: int, floor: float) -> None:
     """27 chunks of 4 stages; ``in_flight`` is 2 as long as lanes are no more than stages."""
     graph = build_graph(long_spec(), decode=False)
     forecast = simulate_queue([graph] * 10, num_lanes=lanes, in_flight=2 if lanes <= 4 else 3)
-    assert forecast.utilisation >= 0.95
+    assert forecast.utilisation >= floor
     assert sum(forecast.busy) == 10 * graph.counts()["total"]  # nothing is lost or done twice
 
 

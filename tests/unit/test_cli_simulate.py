@@ -156,3 +156,21 @@ def test_a_kv_policy_s_memory_ends_at_its_budget() -> None:
     found = report("--schedule", "self_forcing", "--kv-policy", "window", "--kv-budget", "9", "--latent-frames", "300")
     assert found["peak_kv_bytes"] == [(9 + 5) * frame]
     assert found["rounds"] == 499  # as without: 100 · 4 + 99
+
+
+def test_ten_prompts_overlap() -> None:
+    """Ten videos of 27 chunks, 4 stages and 15 planner forwards on 4 lanes: no lane idles for more than 5 % of it."""
+    found = report("--devices", "4", "--prompts", "10")
+    queue = found["queue"]
+    assert isinstance(queue, dict) and isinstance(found["forwards"], dict)
+    assert queue["lane_utilisation"] >= 0.95 > queue["one_by_one"]["lane_utilisation"]
+    assert queue["rounds"] * 4 * queue["lane_utilisation"] == pytest.approx(10 * found["forwards"]["total"])
+    assert queue["rounds"] < queue["one_by_one"]["rounds"]
+    shown = command("simulate", "--devices", "4", "--prompts", "10").stdout
+    assert "2 at a time, decoding not counted" in shown
+
+
+@pytest.mark.parametrize("words", [["--prompts", "0"], ["--prompts", "2", "--in-flight", "0"]])
+def test_no_prompts_or_places_are_refused(words: list[str]) -> None:
+    done = command("simulate", "--devices", "2", *words)
+    assert done.returncode == 2 and "=0 is" in done.stderr
