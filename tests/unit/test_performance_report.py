@@ -65,8 +65,36 @@ def test_a_page_and_its_plot_are_written(report: ModuleType, tmp_path: Path) -> 
     source.write_text(json.dumps([error, row("unknown_metric", 1.0)]))
     assert report.main([str(source), "--out", str(page)]) == 0
     assert table_rows(page.read_text(), "Predicted and measured")[2][-3:] == ["5", "4.84", "3.1%"]
-    assert (tmp_path / report.PLOT).read_bytes().startswith(b"\x89PNG")
-    assert f"]({report.PLOT})" in page.read_text()
+    assert (tmp_path / "performance_nvidia_h200.png").read_bytes().startswith(b"\x89PNG")
+    assert "](performance_nvidia_h200.png)" in page.read_text()
+
+
+def test_the_page_says_plainly_where_flashforward_does_not_win(report: ModuleType) -> None:
+    def run(schedule: str, seconds: float, devices: int, latents: int = 21) -> dict[str, Any]:
+        config = {"schedule": schedule, "devices": devices, "latents": latents, "source": "measured"}
+        return row("rollout_s", seconds, **config)
+
+    rows = [run("flashforward", 3.0, 1), run("self_forcing", 2.4, 1), run("hiar", 4.0, 1)]
+    rows += [run("flashforward", 1.6, 2), run("self_forcing", 2.4, 2), run("self_forcing", 9.0, 4, latents=81)]
+    lines = [line for line in report.page(rows).splitlines() if line.startswith("- ")]
+    assert lines == [
+        "- 1.3B cudnn, 1 device: FlashForward 3.00 s, self_forcing 2.40 s. "
+        "FlashForward does not win: self_forcing is 25% faster.",
+        "- 1.3B cudnn, 2 devices: FlashForward 1.60 s, self_forcing 2.40 s. FlashForward wins by 50%.",
+    ]
+    assert "Five-second clips" not in report.page(rows[:1])  # nothing to compare with
+
+
+def test_peaks_stand_beside_their_predictions(report: ModuleType) -> None:
+    def peak(name: str, gib: float, predicted: float) -> dict[str, Any]:
+        sizes = {"predicted_bytes": predicted * 2**30, "error": abs(gib - predicted) / gib}
+        return row("peak_bytes", gib * 2**30, device=name, **sizes)
+
+    page = report.page([peak("cuda:0", 20.0, 21.0), peak("cuda:1", 10.0, 8.0)])
+    header, _, *body = table_rows(page, "Memory")
+    assert header == ["model", "attention", "device", "predicted_gib", "off", "ms"]
+    assert [cells[2:] for cells in body] == [["cuda:0", "21", "5.0%", "20.00"], ["cuda:1", "8", "20.0%", "10.00"]]
+    assert "1 of 2 predicted peaks are within 10%; the worst is off by 20.0%." in page
 
 
 def test_no_rows_make_no_page(report: ModuleType, tmp_path: Path, capsys: Any) -> None:
