@@ -117,7 +117,7 @@ TABLES = (
     Table(
         metric="peak_bytes",
         title="Memory",
-        about="Most GiB allocated on each device, weights included, and how far the prediction was off; `decode`: in jobs.",
+        about="Most GiB allocated on each device, weights included, beside the prediction; `decode`: in jobs.",
         columns=(*WHERE, *RUN, "decode", "device"),
         extra=("predicted_gib", "off"),
         show=lambda value: f"{value / GIB:.2f}",
