@@ -37,6 +37,17 @@ COLOURS: dict[str, Colour] = {
 KINDS = ("ball", "boat", "balloon", "bird")
 MOTIONS = ("bounces", "drifts left", "drifts right", "circles", "crosses left", "crosses right")
 
+# A clip begins as its caption says, give or take a little: what a caption leaves wide open, few stages average away.
+HABITATS: dict[str, tuple[float, float]] = {
+    "bird": (32, 8),
+    "balloon": (50, 11),
+    "ball": (68, 9),
+    "boat": (88, 12),
+}
+"""Row of the centre, and seconds of one turn of its motion."""
+LIGHTS: dict[str, tuple[float, float]] = {"dawn": (45, 56), "noon": (96, 23), "dusk": (147, 56), "night": (60, 23)}
+"""Column and row of the sun or moon."""
+
 HORIZON_ROW = 96  # where the sky's gradient ends
 NEAR_SHADE, FAR_SHADE = 0.85, 0.6  # of the land's colour; the far hills' rest is the horizon's haze
 SUN, MOON = (1.0, 0.95, 0.70), (0.93, 0.94, 0.98)
@@ -147,38 +158,47 @@ class Scene:
         return f"{movers} over {self.hills} hills at {self.sky}"
 
 
-def _sample_sprite(rng: random.Random, *, upper: bool) -> Sprite:
+def _near(rng: random.Random, centre: float, by: float) -> float:
+    return rng.uniform(centre - by, centre + by)
+
+
+def _sample_sprite(rng: random.Random, kind: str, colour: str) -> Sprite:
+    row, period_s = HABITATS[kind]
     return Sprite(
-        kind=rng.choice(KINDS),
-        colour=rng.choice(tuple(COLOURS)),
+        kind=kind,
+        colour=colour,
         motion=rng.choice(MOTIONS),
-        radius=rng.uniform(13, 17),
-        centre_y=rng.uniform(30, 48) if upper else rng.uniform(62, 88),
-        period_s=rng.uniform(7, 12),
-        phase=rng.random(),
-        phase_y=rng.random(),
+        radius=_near(rng, 15, 1),
+        centre_y=_near(rng, row, 4),
+        period_s=_near(rng, period_s, 0.03 * period_s),
+        phase=_near(rng, 0.2, 0.04),
+        phase_y=_near(rng, 0.5, 0.1),
     )
 
 
-def sample_scene(seed: int) -> Scene:
-    """Draw scene number ``seed``; the same number gives the same scene everywhere."""
+def _ridge_phases(rng: random.Random, hills: str) -> tuple[float, ...]:
+    """Return phases near those that hills of this sort have: each sort has a line of its own."""
+    own = random.Random(f"ridge-{hills}")
+    return tuple(_near(rng, own.random(), 0.06) for _ in range(6))
+
+
+def sample_scene(seed: int, *, anytime: bool = False) -> Scene:
+    """Draw scene number ``seed``; the same number gives the same scene everywhere.
+
+    A clip of it begins where the scene does, or with ``anytime`` at some moment of its first minute.
+    """
     rng = random.Random(f"scene-{seed}")
-    two = rng.random() < 0.4
-    upper = rng.random() < 0.5
-    sprites = tuple(_sample_sprite(rng, upper=upper != bool(i)) for i in range(1 + two))
-    sky = rng.choice(tuple(SKIES))
-    low = sky in ("dawn", "dusk")
+    count = 2 if rng.random() < 0.4 else 1
+    kinds, colours = rng.sample(KINDS, count), rng.sample(tuple(COLOURS), count)
+    sky, hills = rng.choice(tuple(SKIES)), rng.choice(tuple(HILLS))
+    light_x, light_y = LIGHTS[sky]
     return Scene(
         sky=sky,
-        hills=rng.choice(tuple(HILLS)),
-        sprites=sprites,
-        light_x=rng.uniform(25, 70)
-        if sky == "dawn"
-        else rng.uniform(120, 167)
-        if sky == "dusk"
-        else rng.uniform(40, 152),
-        light_y=rng.uniform(52, 60) if low else rng.uniform(18, 28),
-        ridge_phases=tuple(rng.random() for _ in range(6)),
-        scroll=rng.uniform(5, 9),
-        time_s=rng.uniform(0, 60),
+        hills=hills,
+        sprites=tuple(_sample_sprite(rng, *looks) for looks in zip(kinds, colours, strict=True)),
+        light_x=_near(rng, light_x, 8),
+        light_y=_near(rng, light_y, 3),
+        ridge_phases=_ridge_phases(rng, hills),
+        scroll=_near(rng, 7, 0.5),
+        time_s=rng.uniform(0, 60) if anytime else 0.0,
     )

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains the embedded model on every CUDA device of this machine, within a time limit per step, continuing from the shipped
 # weights: bash scripts/train_embedded.sh OUT [VAE_S BASE_S SFT_S]. Steps that are done are skipped when it runs again.
-# The model is left in OUT/assets, its reports and log in OUT.
+# VAE_S 0 keeps the shipped autoencoder and only measures it. The model is left in OUT/assets, its reports and log in OUT.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out="${1:?usage: train_embedded.sh OUT [VAE_S BASE_S SFT_S]}"
@@ -19,7 +19,11 @@ train() {
     touch "$out/$step.done"
 }
 
-train vae "$vae_s" --init flashforward_core/assets/vae --scenes 1536
+if [ "$vae_s" = 0 ]; then
+    train vae 1 --init flashforward_core/assets/vae --steps 0
+else
+    train vae "$vae_s" --init flashforward_core/assets/vae --scenes 1536
+fi
 train base "$base_s" --init flashforward_core/assets --scenes 2048
 train sft "$sft_s" --scenes 2048
 echo "trained: $out/assets"

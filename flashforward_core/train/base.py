@@ -16,6 +16,9 @@ from flashforward_core.train.data import LatentPool
 from flashforward_core.train.loop import LoopConfig, train
 
 SHIFT = 5.0
+FIRST_FRAME = 8.0
+"""Weight of a clip's first latent frame: one video frame where the others are four, so it looks unlike them, and one
+among many."""
 CAPTION_DROP = 0.1
 
 
@@ -31,6 +34,11 @@ def draw_sigmas(shape: tuple[int, ...], generator: torch.Generator, *, device: t
 def flow_loss(velocity: Tensor, clean: Tensor, noise: Tensor) -> Tensor:
     """Return the squared error of v = noise - clean per batch row and latent frame, [B, F]."""
     return ((velocity.float() - (noise - clean)) ** 2).mean((1, 3, 4))
+
+
+def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
+    """Return the mean of losses [B, F] under weights [F]."""
+    return (losses * weights).sum() / (weights.sum() * losses.shape[0])
 
 
 def compile_blocks(model: CausalWanTransformer) -> None:
@@ -60,7 +68,8 @@ class BaseStep(nn.Module):
             velocity = self.model(
                 (1 - s) * clean + s * noise, timestep_BF=times, text=text, frames=frames, role=Role.RENDERER
             )
-        return {"loss": flow_loss(velocity, clean, noise).mean()}
+        weights = torch.where(frames == 0, FIRST_FRAME, 1.0)
+        return {"loss": weighted_mean(flow_loss(velocity, clean, noise), weights)}
 
 
 def train_base(

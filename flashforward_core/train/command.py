@@ -7,13 +7,13 @@ Each step reads what the one before wrote under ``--out`` and can be interrupted
 import argparse
 import logging
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from diffusers import AutoencoderKLWan
 
 from flashforward_core.graph.task import Role
 from flashforward_core.model.config import EMBEDDED
@@ -32,8 +32,10 @@ from flashforward_core.train.loop import LoopConfig
 from flashforward_core.train.rollout import layout_for
 from flashforward_core.train.vae_train import (
     ClipPool,
+    VaeLoss,
     VaeStage,
     evaluate_vae,
+    freeze_encoder,
     load_vae,
     measure_latents,
     new_vae,
@@ -67,7 +69,16 @@ VAE_STAGES = ((0.1, 1, 256), (0.25, 17, 16), (0.3, 49, 8), (0.35, 129, 3))
 autoencoder remembers: without them it drifts after the longest clip it has seen."""
 
 
+EVEN = 8.0  # at 8, half a decibel between frames is a weight of 2.5
+
+
 def _vae(args: argparse.Namespace, accelerator: Accelerator) -> None:
+    device = accelerator.device
+    if args.steps == 0:
+        if accelerator.is_main_process:
+            shutil.copytree(args.init, args.out / "vae", dirs_exist_ok=True)
+            _measure_vae(args, device)
+        return
     chosen = VAE_STAGES if args.init is None else VAE_STAGES[-1:]
     whole = sum(share for share, _, _ in chosen)
     stages = [
@@ -80,25 +91,37 @@ def _vae(args: argparse.Namespace, accelerator: Accelerator) -> None:
         )
         for share, frames, clips in chosen
     ]
-    device = accelerator.device
     vae = new_vae() if args.init is None else load_vae(args.init, device)
+    if args.decoder_only:
+        freeze_encoder(vae)
+    loss = VaeLoss(even=EVEN) if args.decoder_only else VaeLoss()
     pool = ClipPool(_seeds(args.scenes, accelerator), chosen[-1][1] + 16, device=device)
     vae = train_vae(
-        vae, stages, out=args.out / "vae_run", pool=pool, accelerator=accelerator, seed=args.seed, as_conv2d=False
+        vae,
+        stages,
+        out=args.out / "vae_run",
+        pool=pool,
+        accelerator=accelerator,
+        seed=args.seed,
+        as_conv2d=False,
+        loss=loss,
     )
     if accelerator.is_main_process:
-        _finish_vae(vae, args.out, device, held_out=args.held_out)
+        vae = vae.eval().float()
+        if args.decoder_only:
+            shutil.copytree(args.init, args.out / "vae", dirs_exist_ok=True)  # its latents' statistics and preview hold
+            save_vae(vae, args.out / "vae")
+        else:
+            preview = measure_latents(vae, range(16), frames=161, device=device)
+            save_vae(vae, args.out / "vae")
+            preview.save(args.out / "vae")
+        _measure_vae(args, device)
 
 
-def _finish_vae(vae: AutoencoderKLWan, out: Path, device: torch.device, *, held_out: int) -> None:
-    vae = vae.eval().float()
-    preview = measure_latents(vae, range(16), frames=161, device=device)
-    save_vae(vae, out / "vae")
-    preview.save(out / "vae")
-    result = evaluate_vae(
-        load_vae(out / "vae", device), range(HELD_OUT, HELD_OUT + held_out), frames=CLIP_FRAMES, device=device
-    )
-    report(result, out / "vae_report.json")
+def _measure_vae(args: argparse.Namespace, device: torch.device) -> None:
+    seeds = range(HELD_OUT, HELD_OUT + args.held_out)
+    result = evaluate_vae(load_vae(args.out / "vae", device), seeds, frames=CLIP_FRAMES, device=device)
+    report(result, args.out / "vae_report.json")
     log.info("autoencoder: %s", {k: v for k, v in result.items() if k != "psnr_per_frame"})
 
 
@@ -154,14 +177,12 @@ def _base(args: argparse.Namespace, accelerator: Accelerator) -> None:
         base_step.save_base(model, text, args.out / "base.pt")
 
 
+_PLANNER = (5, 81, True)
 SFT_STEPS = (
-    (1, 81, False),
-    (5, 81, True),
-    (1, 81, False),
-    (5, 81, True),
-    (1, 41, False),
-    (5, 81, True),
-    (1, 21, False),
+    *((1, 81, False), _PLANNER, _PLANNER) * 2,
+    *((1, 41, False), _PLANNER, _PLANNER),
+    *((1, 81, False), _PLANNER, _PLANNER) * 2,
+    *((1, 21, False), _PLANNER, _PLANNER),
 )
 """Times the clips per batch, latent frames, whether the planner is packed alone; taken in turn."""
 
@@ -234,11 +255,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="start from weights: a vae folder (last stage only), an assets folder (base), a base.pt (sft), an sft.pt",
     )
-    parser.add_argument("--steps", type=int, help="optimiser steps in all")
+    parser.add_argument("--steps", type=int, help="optimiser steps in all; 0 with vae --init: only measure it")
     parser.add_argument("--clips", type=int, help="clips per batch and process")
     parser.add_argument("--lr", type=float, help="peak learning rate")
     parser.add_argument("--scenes", type=int, default=4096, help="procedural scenes to train on")
-    parser.add_argument("--held-out", type=int, default=128, help="scenes that the autoencoder is measured on")
+    parser.add_argument("--held-out", type=int, default=512, help="scenes that the autoencoder is measured on")
+    parser.add_argument("--decoder-only", action="store_true", help="vae: keep --init's encoder; even the frames out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-s", type=float, default=math.inf, help="stop after this many seconds of training")
     parser.add_argument("--guidance", type=float, default=3.0, help="distill: weight of the teacher's guidance (3)")
@@ -250,6 +272,8 @@ def _check(args: argparse.Namespace) -> None:
     """Refuse what a step would only find out after minutes, or not at all."""
     if not args.lr < math.inf:
         raise ValueError(f"lr={args.lr} is not finite; use lr={STEPS[args.step].lr}")
+    if args.decoder_only and (args.step != "vae" or args.init is None):
+        raise ValueError("decoder_only=True is for train vae with --init; name the autoencoder whose encoder to keep")
     if args.scenes < 1:
         raise ValueError(f"scenes={args.scenes} is below 1; use scenes=4096")
     if not args.max_s > 0:
@@ -275,7 +299,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("steps", "clips", "lr"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(step, name))
-        if getattr(args, name) <= 0:
+        only_measure = name == "steps" and args.steps == 0 and args.step == "vae" and args.init is not None
+        if getattr(args, name) <= 0 and not only_measure:
             raise ValueError(f"{name}={getattr(args, name)} is not above 0; use {name}={getattr(step, name)}")
     _check(args)
     torch.manual_seed(args.seed)

@@ -58,7 +58,7 @@ class LatentPool:
     def save(self, path: Path) -> None:
         """Keep the encoded clips, so that the next step need not draw and encode them again."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: getattr(self, name).cpu() for name in FIELDS}
+        tensors = {name: getattr(self, name).cpu().contiguous() for name in FIELDS}
         save_file(tensors, path)
 
     @classmethod

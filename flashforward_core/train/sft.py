@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer
 from flashforward_core.specs import RolloutSpec, VideoShape
-from flashforward_core.train.base import CAPTION_DROP, compile_blocks, draw_sigmas, flow_loss
+from flashforward_core.train.base import (
+    CAPTION_DROP,
+    FIRST_FRAME,
+    compile_blocks,
+    draw_sigmas,
+    flow_loss,
+    weighted_mean,
+)
 from flashforward_core.train.data import LatentPool
 from flashforward_core.train.loop import LoopConfig, train
 from flashforward_core.train.packing import GroupedAttention, Packing, pack
@@ -25,7 +32,8 @@ class PackedLayout:
     """Clips per batch and process."""
     packing: Packing
     frames: Tensor
-    used: Tensor
+    weights: Tensor
+    """Weight of each packed frame's loss [P]; 0 for an unused one."""
     attend: GroupedAttention
 
 
@@ -44,12 +52,13 @@ def layouts_for(
     layouts = []
     for (clips, _, planner_only), spec in zip(steps, specs, strict=True):
         packing = pack(spec, padded_to=longest, planner_only=planner_only)
+        frames = torch.tensor(packing.frames, device=device)
         layouts.append(
             PackedLayout(
                 clips=clips,
                 packing=packing,
-                frames=torch.tensor(packing.frames, device=device),
-                used=packing.used.to(device),
+                frames=frames,
+                weights=packing.used.to(device) * torch.where(frames == 0, FIRST_FRAME, 1.0),
                 attend=GroupedAttention(packing.visible, tokens, device=device),
             )
         )
@@ -89,15 +98,11 @@ class SftStep(nn.Module):
             )
         losses = flow_loss(velocity, packed, noise)
         count = packing.num_anchors
-        planner = _mean_over(losses[:, count : 2 * count], layout.used[count : 2 * count])
+        planner = weighted_mean(losses[:, count : 2 * count], layout.weights[count : 2 * count])
         if not packing.num_chunk_frames:
             return {"loss": planner, "planner": planner}
-        renderer = _mean_over(losses[:, 2 * count :], layout.used[2 * count :])
+        renderer = weighted_mean(losses[:, 2 * count :], layout.weights[2 * count :])
         return {"loss": planner + renderer, "planner": planner, "renderer": renderer}
-
-
-def _mean_over(losses: Tensor, used: Tensor) -> Tensor:
-    return (losses * used).sum() / (used.sum() * losses.shape[0])
 
 
 def packed_sigmas(packing: Packing, count: int, generator: torch.Generator, *, device: torch.device) -> Tensor:

@@ -49,7 +49,7 @@ def sprite_path(sprite: Sprite, time_s: Tensor) -> tuple[Tensor, Tensor]:
     x = travelled * (WIDTH + 2 * margin) - margin
     if sprite.motion.startswith("drifts"):
         return x, sprite.centre_y + 5 * sway
-    return x, sprite.centre_y + 22 * (2 * travelled - 1) * (1 if sprite.phase_y < 0.5 else -1)
+    return x, sprite.centre_y + 22 * (1 - 2 * (turns % 1))  # it rises as it crosses
 
 
 EDGE = 2.5  # pixels over which an edge fades: soft shapes are kinder to a small autoencoder than hard ones

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flashforward_core.model.vae import Preview, fit_preview
 from flashforward_core.scenes import sample_scene
+from flashforward_core.specs import TEMPORAL_FACTOR
 from flashforward_core.train.loop import LoopConfig, train
 from flashforward_core.train.synthetic import classify_colours, render_batch, render_scene
 from flashforward_core.train.vae_whole import decode_whole, encode_moments_whole
@@ -41,7 +42,7 @@ class ClipPool:
         self.video = torch.empty(len(seeds), 3, frames, 128, 192, dtype=torch.uint8, device=device)
         self.mask = torch.empty(len(seeds), 1, frames, 128, 192, dtype=torch.bool, device=device)
         for row, seed in enumerate(seeds):
-            video, mask = render_batch([sample_scene(seed)], frames, device=device)
+            video, mask = render_batch([sample_scene(seed, anytime=True)], frames, device=device)
             self.video[row] = ((video[0] + 1) * 127.5).round().clamp(0, 255).byte()
             self.mask[row] = mask[0] > 0.1
 
@@ -70,10 +71,31 @@ class VaeLoss:
     sprite: float = 4.0
     first_frame: float = 8.0
     kl: float = 3e-5
+    even: float = 0.0
+    """Frames that come out worse than the best count more, by their squared errors' ratio to this power."""
+
+
+SETTLING = (1, 2, 3, 4, 5, 7, 10)
+"""First latent frames of the groups in which a clip's frames are compared: they get better as the past fills up."""
+MOST_EVEN = 6.0  # no frame counts more than so many times the best one
+
+
+def even_weights(error_BCFHW: Tensor, power: float) -> Tensor:
+    """Weigh frames [F] by their squared error relative to the least, to ``power``; latent frame 0 weighs 1.
+
+    Frames are compared by their place among the four of a latent frame and by the latent's age (``SETTLING``).
+    """
+    by_place = (error_BCFHW.detach().float() ** 2).mean((0, 1, 3, 4))[1:].unflatten(0, (-1, TEMPORAL_FACTOR))
+    starts = [start - 1 for start in SETTLING if start <= len(by_place)]
+    ends = [*starts[1:], len(by_place)]
+    groups = [by_place[a:b].mean(0, keepdim=True).expand(b - a, -1) for a, b in zip(starts, ends, strict=True)]
+    means = torch.cat(groups)
+    weights = (means / means.min()).pow(power).clamp(max=MOST_EVEN).flatten()
+    return torch.cat((weights.new_ones(1), weights))
 
 
 class VaeStep(nn.Module):
-    """Reconstruct a batch of clips and score it."""
+    """Reconstruct a batch of clips and score it; a frozen encoder stays as it is, for models that know its latents."""
 
     def __init__(self, vae: AutoencoderKLWan, weights: VaeLoss, *, as_conv2d: bool, autocast: bool) -> None:
         super().__init__()
@@ -94,8 +116,10 @@ class VaeStep(nn.Module):
         kl = 0.5 * (mean**2 + log_var.exp() - 1 - log_var).mean()
         weight = 1 + w.sprite * mask
         weight[:, :, 0] *= w.first_frame
-        weight = weight / weight.mean()
         error = out - video
+        if w.even > 0 and video.shape[2] > 1:
+            weight = weight * even_weights(error, w.even).view(-1, 1, 1)
+        weight = weight / weight.mean()
         rows = (out.diff(dim=3) - video.diff(dim=3)).abs().mean()
         columns = (out.diff(dim=4) - video.diff(dim=4)).abs().mean()
         loss = (weight * (error.abs() + w.mse * error**2)).mean() + w.gradient * (rows + columns)
@@ -129,11 +153,12 @@ def train_vae(
     accelerator: Accelerator,
     seed: int,
     as_conv2d: bool,
+    loss: VaeLoss = VaeLoss(),
 ) -> AutoencoderKLWan:
     """Run the stages one after the other, each from the averaged weights of the one before."""
     cuda = accelerator.device.type == "cuda"
     for number, stage in enumerate(stages):
-        step = VaeStep(vae, VaeLoss(), as_conv2d=as_conv2d, autocast=cuda)
+        step = VaeStep(vae, loss, as_conv2d=as_conv2d, autocast=cuda)
 
         def batch(generator: torch.Generator, _: int, stage: VaeStage = stage) -> tuple[Tensor, ...]:
             video, mask = pool.sample(stage.batch, stage.frames, generator)
@@ -152,7 +177,7 @@ def measure_latents(vae: AutoencoderKLWan, seeds: Sequence[int], *, frames: int,
     """Write the latents' per-channel mean and deviation into ``vae``'s config; return the fitted preview."""
     latents, videos = [], []
     for seed in seeds:
-        video = render_scene(sample_scene(seed), frames, device=device)[0].unsqueeze(0)
+        video = render_scene(sample_scene(seed, anytime=True), frames, device=device)[0].unsqueeze(0)
         latents.append(encode_mean(vae, video).float())
         videos.append(((video + 1) * 127.5).round().clamp(0, 255).byte().movedim(1, -1))
     z = torch.cat(latents)
@@ -160,6 +185,12 @@ def measure_latents(vae: AutoencoderKLWan, seeds: Sequence[int], *, frames: int,
     vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
     unit = (z - mean.view(1, -1, 1, 1, 1)) / std.view(1, -1, 1, 1, 1)
     return fit_preview(unit, torch.cat(videos))
+
+
+def freeze_encoder(vae: AutoencoderKLWan) -> None:
+    """Leave the encoder out of training."""
+    for part in (vae.encoder, vae.quant_conv):
+        part.requires_grad_(False)
 
 
 def encode_mean(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
@@ -179,7 +210,7 @@ def evaluate_vae(
     per_frame = torch.zeros(frames, device=device)
     sprite_error, sprite_pixels, right, seen = 0.0, 0.0, 0, 0
     for seed in seeds:
-        scene = sample_scene(seed)
+        scene = sample_scene(seed, anytime=True)
         video, masks = render_scene(scene, frames, device=device)
         out = decode_whole(vae, encode_mean(vae, video.unsqueeze(0)))[0].clamp(-1, 1)
         error = (out - video) ** 2
