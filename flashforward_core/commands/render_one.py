@@ -13,6 +13,7 @@ from ..engine.events import Event, FramesReady, TaskFinished
 from ..engine.executor import TaskFailed
 from ..engine.lanes import DevicePlan
 from ..engine.ops import NotFinite
+from ..engine.ray_lanes import LaneLost
 from ..engine.rollout import RenderResult, render
 from ..media import VideoWriter, check_crf
 from ..model.loading import EMBEDDED_SIZE, load_embedded
@@ -78,6 +79,8 @@ def render_to_file(
             return render(backbone, spec, texts, devices=devices, decode=True, on_event=on_event)
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(_left_by(writer)) from error
+    except LaneLost as error:
+        raise LaneLost(f"{error}; {_left_by(writer)}") from error
 
 
 def run(args: argparse.Namespace) -> int:

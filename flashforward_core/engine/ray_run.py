@@ -91,13 +91,13 @@ def run_on_ray(
     driver = _Driver(crew, shares, number=number, on_event=on_event)
     try:
         driver.run(rollout, check_cancel=check_cancel)
-        peaks = crew.fleet.each("end")
     except LaneLost as error:
         dismiss()
         raise LaneLost(f"{error}; {len(driver.chunks)} of {inputs.spec.num_chunks} chunks were finished") from error
     except BaseException:
         _give_up(crew, number)
         raise
+    peaks = _end(crew)
     spans = tuple(sorted(driver.deliver.spans, key=lambda span: span.start_s))
     return RunReport(spans=spans, peak_kv_bytes=tuple(peaks), kept={})
 
@@ -295,6 +295,16 @@ class _Driver:
 def _copied(packed: Packed) -> torch.Tensor:
     with torch.inference_mode(False):
         return unpack(replace(packed, data=packed.data.copy()))
+
+
+def _end(crew: Crew) -> list[int]:
+    """Free what a finished rollout held; return each lane's peak. A lane that is lost now takes nothing with it."""
+    try:
+        return crew.fleet.each("end")
+    except LaneLost as error:
+        log.warning("the rollout is complete; the lanes are ended, for %s", error)
+        dismiss()
+        return [0] * len(crew.fleet.lanes)
 
 
 def _give_up(crew: Crew, number: int) -> None:
