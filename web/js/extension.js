@@ -13,7 +13,9 @@ const LOADER = "FlashForwardLoadBackbone";
 const POLICY = "FlashForwardKVPolicy";
 const LORA = "FlashForwardApplyLoRA";
 const WIDGET = "flashforward_timeline";
+const DECODE = "FlashForwardDecodeVideo";
 const DEBOUNCE_MS = 120;
+const VIDEO_LOADS_MS = [300, 1000, 3000]; // when a finished video may have been put on its node
 const timelines = new Map(); // Plan node -> its Timeline
 
 const typeOf = (node) => node?.constructor?.comfyClass ?? node?.type;
@@ -201,6 +203,15 @@ function attach(node) {
   soon();
 }
 
+/**
+ * Draw the graph again once a video is there: the editor puts it on the node without a redraw, and until there is one, such
+ * as for a moving pointer, the video covers the page.
+ */
+function redrawWithVideo(node) {
+  const redraw = () => node.setDirtyCanvas(true, true);
+  chain(node, "onExecuted", () => VIDEO_LOADS_MS.forEach((delay) => setTimeout(redraw, delay)));
+}
+
 function repaintOnThemeChange() {
   const repaint = () => timelines.forEach(({ view }) => view.invalidate());
   const observer = new MutationObserver(repaint);
@@ -227,6 +238,7 @@ app.registerExtension({
     saveInputsOnly(node);
     foldAdvanced(node);
     if (typeOf(node) === PLAN) attach(node);
+    if (typeOf(node) === DECODE) redrawWithVideo(node);
   },
 
   getNodeMenuItems(node) {
