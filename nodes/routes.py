@@ -15,14 +15,14 @@ from flashforward_core.model.config import EMBEDDED, WAN_1_3B, WAN_14B, WanConfi
 from flashforward_core.model.presets import choose_preset, fit_spec
 from flashforward_core.specs import RolloutSpec
 
-from .devices import default_devices, device_plan
+from .devices import Devices, default_devices, device_plan
 from .loading import EMBEDDED as EMBEDDED_CHOICE
 from .planning import PLAN_VALUES, Plan, build_spec
 from .policies import KVPolicyNode, policy_options
 from .summary import predict_plan, to_page
 
 PATH = "/flashforward/plan"
-DEVICES_VALUES = ("devices", "layout", "order", "decode", "ray_address")
+DEVICES_VALUES = ("devices", "layout", "order", "decode", "ray_address", "kv", "offload")
 _KINDS = {
     io.Int.Input: (int, "whole number"),
     io.Float.Input: (int | float, "number"),
@@ -67,7 +67,9 @@ def answer(body: Any) -> dict[str, Any]:
     spec, note = _fitted(build_spec(**_plan_values(body)), backbone, mode=_text(body, "preset", "auto"))
     if "kv_policy" in body:
         spec = replace(spec, kv_policy=_policy(body["kv_policy"]))
-    chosen = {name: _text(body, name, "") for name in DEVICES_VALUES if name in body}
+    chosen: dict[str, Any] = {name: _text(body, name, "") for name in DEVICES_VALUES if name in body}
+    if "budget_gib" in body:
+        chosen["budget_gib"] = _checked(_devices_entry("budget_gib"), body["budget_gib"], node="Devices")
     found = predict_plan(
         spec,
         devices=device_plan(**chosen) if chosen else default_devices(),
@@ -90,6 +92,10 @@ def _plan_values(body: Mapping[str, Any]) -> dict[str, Any]:
     """Take the Plan node's values, checked as ComfyUI checks them before a run."""
     entries = {entry.id: entry for entry in Plan.define_schema().inputs}
     return {name: _checked(entries[name], body.get(name), node="Plan") for name in PLAN_VALUES}
+
+
+def _devices_entry(name: str) -> Any:
+    return next(entry for entry in Devices.define_schema().inputs if entry.id == name)
 
 
 def _policy(values: Any) -> KVPolicy:

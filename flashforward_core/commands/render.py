@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from ..engine.dispatch import IN_FLIGHT
+from ..engine.memory import KV_CHOICES, OFFLOAD_CHOICES, MemoryOptions
 from ..engine.placement import LAYOUTS, ORDERS
 from ..graph.anchors import RULES
 from ..graph.schedules import SCHEDULES, spec_for
@@ -60,10 +61,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layout", default="auto", help=f"one of: auto, {', '.join(LAYOUTS)} (auto)")
     parser.add_argument("--order", default="latency", help=f"one of: {', '.join(ORDERS)} (latency)")
+    add_memory_arguments(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="precision of the transformer's weights (fp32)")
     parser.add_argument("--crf", type=int, default=17, help="x264's quality: 0 lossless, 17 hardly visible, 51 worst")
     parser.add_argument("--assets", type=Path, metavar="FOLDER", help="another copy of the embedded model's files")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``memory_of``."""
+    parser.add_argument(
+        "--kv", default="auto", help=f"how keys and values are held, one of: {', '.join(KV_CHOICES)} (auto)"
+    )
+    parser.add_argument(
+        "--offload",
+        default="off",
+        help=f"keep weights that do not fit in host memory: {', '.join(OFFLOAD_CHOICES)} (off)",
+    )
+    parser.add_argument(
+        "--budget-gib", type=float, default=0.0, metavar="GIB", help="most memory per device (all free)"
+    )
+
+
+def memory_of(args: argparse.Namespace) -> MemoryOptions:
+    """Return what may be done to save memory."""
+    return MemoryOptions(kv=args.kv, offload=args.offload, budget_gib=args.budget_gib)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ from ..model.roles import Backbone
 from ..prompts import parse, spans
 from ..specs import RolloutSpec
 from .interrupts import one_interrupt
-from .render import spec_of
+from .render import memory_of, spec_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -109,12 +109,14 @@ def is_users(error: Exception) -> bool:
 
 def devices_of(args: argparse.Namespace) -> DevicePlan:
     """Return the devices that the options ask for."""
-    return DevicePlan(devices=(args.devices,), layout=args.layout, order=args.order, ray_address=args.ray)
+    return DevicePlan(
+        devices=(args.devices,), layout=args.layout, order=args.order, ray_address=args.ray, memory=memory_of(args)
+    )
 
 
 def load(args: argparse.Namespace, devices: DevicePlan) -> Backbone:
-    """Return the embedded model on the first of ``devices``; a cluster's lanes load weights of their own."""
-    device = "cpu" if devices.ray_address else devices.resolve()[0]
+    """Return the embedded model on the first of ``devices``, or in host memory when lanes fetch weights themselves."""
+    device = "cpu" if devices.ray_address or devices.memory.offload == "on" else devices.resolve()[0]
     return load_embedded(args.assets, dtype=DTYPES[args.dtype], device=device)
 
 

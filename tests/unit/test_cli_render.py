@@ -92,6 +92,9 @@ def test_a_prompt_schedule_is_rendered_as_the_library_does(tmp_path: Path, capsy
         (["--schedule", "fast"], "schedule='fast' is unknown; use one of: flashforward"),
         (["--layout", "fast"], "layout='fast' is unknown"),
         (["--order", "fast", "--latent-frames", "1"], "order='fast' is unknown"),
+        (["--kv", "int4"], "kv='int4' is unknown"),
+        (["--offload", "maybe"], "offload='maybe' is unknown"),
+        (["--budget-gib", "0.05", "--latent-frames", "1"], "memory: cpu needs about"),
         (["--anchor-rule", "fast"], "anchor_rule='fast' is unknown"),
         (["--crf", "99", "--latent-frames", "1"], "crf=99"),
         (["--seed", "-1"], "seed=-1"),
@@ -116,7 +119,7 @@ def test_the_path_is_checked_before_anything_is_loaded(tmp_path: Path, capsys: p
 
 def test_more_control_c_while_it_stops_changes_nothing(tmp_path: Path) -> None:
     out = tmp_path / "clip.mp4"
-    words = ["render", "--prompt", PROMPT, "--out", str(out), "--latent-frames", "60"]
+    words = ["render", "--prompt", PROMPT, "--out", str(out), "--latent-frames", "24"]
     run = subprocess.Popen([sys.executable, "-m", "flashforward_core", *words], stderr=subprocess.PIPE, text=True)
     assert run.stderr is not None
     said = ""
