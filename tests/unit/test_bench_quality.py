@@ -37,7 +37,7 @@ def arguments(*words: str) -> argparse.Namespace:
 def test_rows_are_of_real_renders(tmp_path: Path) -> None:
     target = tmp_path / "rows.json"
     words = ["--captions", "2", "--latents", "11", "--variants", "flashforward", "--json", str(target)]
-    words += ["--device", "cpu", "--workers", "2", "--frames", str(tmp_path / "sheets")]
+    words += ["--device", "cpu", "--workers", "1", "--frames", str(tmp_path / "sheets")]
     assert bench_quality.run(arguments(*words)) == 0
     rows = json.loads(target.read_text())
     assert {row["metric"] for row in rows} == set(METRICS)
