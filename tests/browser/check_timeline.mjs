@@ -110,6 +110,28 @@ async function run(page) {
   return counts;
 }
 
+/** Play the video that Decode & Save Video shows, for a moment. */
+async function play(page) {
+  await page.waitForFunction(() => document.querySelector("video")?.readyState >= 2, null, PATIENCE);
+  return page.evaluate(async () => {
+    const video = document.querySelector("video");
+    video.muted = true;
+    await video.play();
+    await new Promise((resolve) => setTimeout(resolve, 500));
+    return { width: video.videoWidth, height: video.videoHeight, length: video.duration, at: video.currentTime };
+  });
+}
+
+/** Show or fold the expert inputs; what the Plan node shows and saves then. */
+const fold = (page) =>
+  page.evaluate(() => {
+    const node = window.planNode;
+    node.widgets.find((widget) => widget.name === "$$advanced").callback();
+    const shown = node.widgets.filter((widget) => !widget.hidden).map((widget) => widget.name);
+    const saved = node.serialize();
+    return { shown, values: saved.widgets_values, state: saved.showAdvanced ?? false };
+  });
+
 async function save(page, title) {
   const [download] = await Promise.all([
     page.waitForEvent("download", PATIENCE),
@@ -128,6 +150,9 @@ const seen = await inEditor({ url, executablePath }, async (page) => {
   await setPalette(page, "dark");
   await load(page);
   told.first = await look(page);
+  told.unfolded = await fold(page);
+  told.folded = await fold(page);
+  await settled(page);
   await set(page, "anchor_stride", 2);
   told.denser = await look(page);
   await set(page, "anchor_stride", 10);
@@ -148,6 +173,7 @@ const seen = await inEditor({ url, executablePath }, async (page) => {
   told.live = await run(page);
   told.saved = { before, after: await savedValues(page) };
   told.ran = await look(page);
+  told.video = await play(page);
   await page.screenshot({ path: join(folder, "dark.png") });
   await setPalette(page, "light");
   told.light = await look(page);

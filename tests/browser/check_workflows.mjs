@@ -12,6 +12,7 @@ async function open(page, file) {
   await fitView(page);
   await page.screenshot({ path: join(folder, `${basename(file, ".json")}.png`) });
   return page.evaluate(async () => ({
+    saved: window.app.graph.serialize(),
     prompt: (await window.app.graphToPrompt()).output,
     missing: window.app.graph.nodes.filter((node) => node.has_errors || !node.constructor.type).map((node) => node.type),
   }));

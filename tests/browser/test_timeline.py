@@ -111,6 +111,21 @@ def test_a_run_fills_it_live(seen: Json) -> None:
     assert seen["ran"]["pictures"] == 3
 
 
+def test_the_result_plays_in_the_page(seen: Json) -> None:
+    video = seen["video"]
+    assert (video["width"], video["height"]) == (192, 128)
+    assert video["length"] == pytest.approx(NINE_LATENTS_S, abs=0.1)  # containers round times
+    assert video["at"] > 0
+
+
+def test_expert_inputs_are_folded_away_and_saved_all_the_same(seen: Json) -> None:
+    folded, unfolded = seen["folded"], seen["unfolded"]
+    assert "anchor_stride" in folded["shown"]
+    assert set(unfolded["shown"]) - set(folded["shown"]) >= {"schedule", "history", "sink", "shift", "preset"}
+    assert (folded["state"], unfolded["state"]) == (False, True)
+    assert folded["values"] == unfolded["values"] == seen["first"]["values"]
+
+
 def test_it_follows_the_theme(seen: Json) -> None:
     dark, light = (sum(image(seen[name]).getpixel((2, 40))) / 3 for name in ("ran", "light"))  # type: ignore[arg-type]
     assert dark < 80 < light
