@@ -96,7 +96,7 @@ TABLES = (
         title="To a finished mp4",
         about="Seconds, with decoding and encoding (`encoder` none: up to the last frames); `decoding_s` is what all "
         "decoding took, `ratio` is over the same run's denoiser.",
-        columns=(*WHERE, "latents", "devices", "decode", "encoder"),
+        columns=(*WHERE, "latents", "devices", "decode", "decoder", "encoder"),
         extra=("denoiser_s", "decoding_s", "ratio"),
         show="{:.2f}".format,
     ),
@@ -104,7 +104,7 @@ TABLES = (
         metric="first_frames_s",
         title="First frames",
         about="Seconds from the call to the first decoded frames.",
-        columns=(*WHERE, "latents", "devices", "decode", "encoder"),
+        columns=(*WHERE, "latents", "devices", "decode", "decoder", "encoder"),
         show="{:.2f}".format,
     ),
     Table(
@@ -118,7 +118,7 @@ TABLES = (
         metric="peak_bytes",
         title="Memory",
         about="Most GiB allocated on each device, weights included, beside the prediction; `decode`: in jobs.",
-        columns=(*WHERE, *RUN, "decode", "device"),
+        columns=(*WHERE, *RUN, "order", "kv", "offload", "cap_gib", "decode", "device"),
         extra=("predicted_gib", "off"),
         show=lambda value: f"{value / GIB:.2f}",
     ),

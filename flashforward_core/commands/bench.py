@@ -5,6 +5,7 @@ import importlib
 
 SUITES = {
     "latency": ("forwards, rollouts, decoding and whole jobs, in seconds", ".bench_latency"),
+    "memory": ("peaks of memory beside their predictions, with and without what saves memory", ".bench_memory"),
     "quality": ("flicker, seams, drift, motion and faithfulness of each schedule's videos", ".bench_quality"),
     "policies": ("KV policies against the full cache, and what they rest on", ".bench_policies"),
 }
