@@ -12,7 +12,7 @@ out="$(mkdir -p "${1:?where to write}" && cd "$1" && pwd)"
 limit="${2:-540}"
 wheels="${3:-}"
 python="${PYTHON:-python3}"
-parts="${PARTS:-tests main jobs tests_compiled large fp8 decode large_fp8 tests_async short small}"
+parts="${PARTS:-tests main jobs tests_compiled large memory fp8 decode large_fp8 tests_async short small}"
 commit="${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}"
 libraries="$(mktemp -d)"
 traces="$(mktemp -d)"
@@ -51,6 +51,11 @@ bench() {
         --costs "$out/costs.json" --commit "$commit" "$@"
 }
 
+memory() { # NAME SECONDS OPTIONS: peaks beside predictions
+    guarded "memory of $1" "$2" "$python" -m flashforward_core bench memory --device cuda:0 --json "$out/rows.json" \
+        --commit "$commit" "${@:3}"
+}
+
 large_model() { bench "$1" "$2" --model "$3" --resolution 480p --precision "$4" "${@:5}"; }
 
 part() {
@@ -75,12 +80,20 @@ part() {
         ;;
     decode) # each way to decode
         large_model "1.3B decoding" 120 1.3B bf16 --latents 81 --devices $one --metrics decode_fps --fit
+        large_model "1.3B with the tiny decoder" 90 1.3B bf16 --latents 81 --devices ${both:-$one} --decode own shared \
+            --decoder tiny --metrics decode_fps job_s
         ;;
     fp8) large_model "1.3B fp8" 80 1.3B fp8 --latents 21 --devices $one --metrics forward_ms ;;
     large) # one stage's bank at a time, so that it fits
         large_model "14B" 150 14B bf16 --attention cudnn $fa3 --order memory --latents 21 --devices $one --metrics forward_ms
         ;;
     large_fp8) large_model "14B fp8" 110 14B fp8 --order memory --latents 21 --devices $one --metrics forward_ms ;;
+    memory) # one chunk of each schedule; the largest model within 24 GiB
+        memory "1.3B" 60 --models 1.3B --resolutions 480p 720p --latents 3
+        memory "14B" 90 --models 14B --resolutions 480p 720p --latents 3
+        memory "14B within 24 GiB" 150 --models 14B --latents 21 --schedules flashforward --orders memory --kv fp8 \
+            --offload on --cap-gib 24
+        ;;
     small) bench embedded 60 --model embedded --precision fp32 --latents 81 --devices $one --metrics rollout_s job_s ;;
     *) echo "FAILED $1: no such part" ;;
     esac
