@@ -173,7 +173,7 @@ def test_releasing_pages_early_turns_the_run_red(rig: Any, monkeypatch: pytest.M
         def unfinished(self, slot: Slot) -> tuple[str, ...]:
             return tuple(task for task in super().unfinished(slot) if task != forgotten.id)
 
-    monkeypatch.setattr("flashforward_core.engine.executor.Ledger", Forgetful)
+    monkeypatch.setattr("flashforward_core.engine.run.Ledger", Forgetful)
     inputs = RunInputs(spec=spec_for(spec), texts=rig.texts())
     with pytest.raises(TaskFailed) as failure:
         run_sequential(graph, inputs=inputs, backbone=rig.backbone(), poison=True)
