@@ -2,6 +2,7 @@
 
 import logging
 import queue
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +27,25 @@ POLL_S = 0.04  # how often the calling thread looks for a cancel: at least every
 Callback = Callable[[Event], None]
 
 
+NO_MEMORY = ("out of memory", "can't allocate memory")  # as the allocators of CUDA and of CPUs say it
+
+
 class TaskFailed(RuntimeError):
     """A task raised; the message starts with its id and the cause is chained."""
+
+
+def task_failed(task_id: str, error: BaseException) -> TaskFailed:
+    """Return what to raise for a task that raised ``error``; too little memory comes with what to do about it.
+
+    The tensors that the error's frames hold are let go: whoever keeps the error does not keep a forward's memory.
+    """
+    traceback.clear_frames(error.__traceback__)
+    advice = ""
+    if isinstance(error, MemoryError) or any(words in str(error).lower() for words in NO_MEMORY):
+        advice = "; use order=memory, a smaller size, less history or more devices"
+    failed = TaskFailed(f"{task_id}: {error}{advice}")
+    failed.__cause__ = error
+    return failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +93,7 @@ def run_sequential(
             try:
                 lane.submit(partial(_collect, events, run, by_id[task_id]))
             except Exception as error:
-                raise TaskFailed(f"{task_id}: {error}") from error
+                raise task_failed(task_id, error) from error
             deliver(events)
         return run.report(deliver.spans)
     finally:
@@ -196,7 +214,7 @@ def _receive(
         if check_cancel is not None:
             check_cancel()
         if isinstance(item, _Failure):
-            raise TaskFailed(f"{item.task}: {item.error}") from item.error
+            raise task_failed(item.task, item.error) from item.error
         deliver(item)
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from ..graph.task import ForwardTask
 from .dispatch import Dispatcher
 from .events import Event
-from .executor import TaskFailed
+from .executor import task_failed
 from .lanes import Lane
 from .run import Launched, Run
 
@@ -77,7 +77,7 @@ class SharedLanes:
         try:
             self._work(lane)
         except BaseException as error:  # the calling thread raises it, instead of waiting for a lane that has ended
-            self.inbox.put((NO_ROLLOUT, Failed(error=_failure(self.lanes[lane].name, error))))
+            self.inbox.put((NO_ROLLOUT, Failed(error=task_failed(self.lanes[lane].name, error))))
 
     def _work(self, lane: int) -> None:
         while (taken := self._next(lane)) is not None:
@@ -85,7 +85,7 @@ class SharedLanes:
             try:
                 launched = run.launch(task, lane=lane)
             except BaseException as error:  # the calling thread tells it: a thread has nobody to tell it to
-                self._ended(number, Failed(error=_failure(task.id, error)))
+                self._ended(number, Failed(error=task_failed(task.id, error)))
                 continue
             self.lanes[lane].defer(launched.end, partial(self._complete, number, run, launched))
             with self._changed:
@@ -117,7 +117,7 @@ class SharedLanes:
         try:
             self._ended(number, run.complete(launched))
         except Exception as error:
-            self._ended(number, Failed(error=_failure(launched.task.id, error)))
+            self._ended(number, Failed(error=task_failed(launched.task.id, error)))
 
     def _ended(self, number: int, item: Item) -> None:
         with self._changed:
@@ -131,9 +131,3 @@ class SharedLanes:
     def _tell_if_quiet(self, number: int) -> None:
         if number in self._dropped and not self._running[number]:
             self.inbox.put((number, Quiet()))
-
-
-def _failure(task_id: str, error: BaseException) -> TaskFailed:
-    failed = TaskFailed(f"{task_id}: {error}")
-    failed.__cause__ = error
-    return failed
