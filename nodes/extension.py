@@ -4,6 +4,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from . import routes
 from .anchors import SetAnchor
+from .checks import checked
 from .devices import Devices
 from .loading import EncodePrompt, LoadBackbone
 from .lora import ApplyLoRA
@@ -21,7 +22,7 @@ class FlashForwardExtension(ComfyExtension):
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         routes.register()  # here, since ComfyUI 0.3.75 does not call on_load
-        return [
+        nodes = [
             LoadBackbone,
             BackboneFromModel,
             ApplyLoRA,
@@ -36,3 +37,4 @@ class FlashForwardExtension(ComfyExtension):
             DecodeVideo,
             Report,
         ]
+        return [checked(node) for node in nodes]

@@ -111,16 +111,28 @@ class DecodeVideo(io.ComfyNode):
             raise ValueError("vae and backbone are both unconnected; connect one of them to decode with")
         latents = video_samples(samples)
         height, width = (side * SPATIAL_FACTOR for side in latents.shape[-2:])
-        folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
-            filename_prefix, folder_paths.get_output_directory(), width, height
-        )
-        path = Path(folder) / f"{name}_{counter:05}_.mp4"
+        path, subfolder = _new_path(filename_prefix, width=width, height=height)
         chunks = _decode_native(samples, vae) if vae is not None else _stream_embedded(samples, backbone)
         progress = Progress(node_id=cls.hidden.unique_id)
         total = TEMPORAL_FACTOR * (latents.shape[2] - 1) + 1
         _write(path, chunks, fps=fps, total=total, metadata=_metadata(cls.hidden), progress=progress)
         shown = ui.SavedResult(path.name, subfolder, io.FolderType.output)
         return io.NodeOutput(InputImpl.VideoFromFile(str(path)), ui=ui.PreviewVideo([shown]))
+
+
+def _new_path(prefix: str, *, width: int, height: int) -> tuple[Path, str]:
+    """Return the next free path for a prefix and its folder below the output folder; neither leads out of that."""
+    output = folder_paths.get_output_directory()
+    try:
+        folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, output, width, height)
+        path = Path(folder) / f"{name}_{counter:05}_.mp4"
+        path.with_suffix(".partial.mp4").exists()  # a name that is too long fails here, not after the first chunk
+        inside = path.resolve().is_relative_to(Path(output).resolve())
+    except Exception as error:  # ComfyUI raises a plain Exception for what leads out
+        raise ValueError(f"filename_prefix={prefix[:80]!r} cannot be used ({error}); use video/FlashForward") from error
+    if not inside:
+        raise ValueError(f"filename_prefix={prefix[:80]!r} leads out of the output folder; use video/FlashForward")
+    return path, subfolder
 
 
 def _write(
