@@ -49,6 +49,7 @@ Progress = Callable[[str, int, int], None]
 
 Preview = Callable[[bytes], None]
 """Called with each preview's encoded image."""
+SHOWS_PICTURES = {"supports_preview_metadata": False}  # but plain previews
 PREVIEW_EVENT = (1).to_bytes(4, "big")  # the websocket's mark of a preview image; 4 bytes of image type follow
 
 
@@ -109,6 +110,10 @@ class Client:
 
         url = f"{self.url}/ws?clientId={self.client_id}"
         async with aiohttp.ClientSession() as session, session.ws_connect(url, max_msg_size=0) as socket:
+            if on_preview is not None:
+                await socket.send_json({"type": "feature_flags", "data": SHOWS_PICTURES})
+                while (await socket.receive_json())["type"] != "feature_flags":
+                    pass  # the server answers with its own
             prompt_id = self.queue(prompt, workflow=workflow)
             async for message in socket:
                 if message.type is aiohttp.WSMsgType.BINARY and message.data[:4] == PREVIEW_EVENT and on_preview:
@@ -189,9 +194,11 @@ def load_workflow(
 ) -> tuple[Json, Json | None]:
     """Read a workflow in either form; return the server's form, and the editor's when there is one."""
     try:
-        workflow = json.loads(file.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        workflow = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"cannot read the workflow {file}: {error}") from error
+    if not isinstance(workflow, dict):
+        raise RunError(f"cannot read the workflow {file}: it is no JSON object")
     if not is_editor_format(workflow):
         if prompt is not None or seed is not None:
             raise RunError("--prompt and --seed need a workflow as the editor saves it, not its API export")

@@ -3,6 +3,7 @@
 Pure functions over JSON; ``object_info`` is what the server's /object_info answers.
 """
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -86,7 +87,11 @@ def _source(link: int, workflow: Json, links: Mapping[int, tuple[int, int]]) -> 
     """Follow a link to the node that makes its value; None when that node is muted or its bypass leads nowhere."""
     by_id = {node["id"]: node for node in workflow["nodes"]}
     current: int | None = link
+    passed: set[int] = set()
     while current is not None:
+        if current in passed:
+            raise WorkflowError(f"link {current} leads in a circle of reroutes or bypassed nodes; take it apart")
+        passed.add(current)
         origin, slot = links[current]
         node = by_id[origin]
         if node["type"] == "Reroute":
@@ -100,12 +105,30 @@ def _source(link: int, workflow: Json, links: Mapping[int, tuple[int, int]]) -> 
     return None
 
 
+@contextlib.contextmanager
+def _as_saved() -> Iterator[None]:
+    """Turn what a workflow of another shape leads to into a ``WorkflowError``."""
+    try:
+        yield
+    except WorkflowError:
+        raise
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise WorkflowError(
+            f"the workflow is not as an editor saves it ({type(error).__name__}: {error}); save it again"
+        ) from error
+
+
 def to_api(workflow: Json, object_info: Mapping[str, Json]) -> Json:
     """Convert the editor's form to the server's.
 
-    Covers nodes, links, reroutes, bypass, mute and notes. Raises ``WorkflowError`` for a node that the server lacks
-    and for subgraphs.
+    Covers nodes, links, reroutes, bypass, mute and notes. Raises ``WorkflowError`` for a node that the server lacks,
+    for subgraphs, and for what no editor saves.
     """
+    with _as_saved():
+        return _to_api(workflow, object_info)
+
+
+def _to_api(workflow: Json, object_info: Mapping[str, Json]) -> Json:
     if workflow.get("definitions", {}).get("subgraphs"):
         raise WorkflowError("the workflow has subgraphs; unpack them in the editor, or export it with Export (API)")
     links = _links(workflow)
@@ -139,6 +162,11 @@ def with_overrides(
     workflow: Json, object_info: Mapping[str, Json], *, prompt: str | None = None, seed: int | None = None
 ) -> Json:
     """Return the editor's form with another prompt text or seed; every seed of the workflow gets the same one."""
+    with _as_saved():
+        return _with_overrides(workflow, object_info, prompt=prompt, seed=seed)
+
+
+def _with_overrides(workflow: Json, object_info: Mapping[str, Json], *, prompt: str | None, seed: int | None) -> Json:
     changed = copy.deepcopy(workflow)
     nodes = [node for node in changed["nodes"] if node["type"] not in (*NOTES, "Reroute")]
     if prompt is not None:

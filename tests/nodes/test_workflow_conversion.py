@@ -1,13 +1,17 @@
 """The editor's form of a workflow to the server's."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 
+from comfy_client import Client, RunError, load_workflow
 from comfy_workflow import WorkflowError, to_api, widget_slots, with_overrides
 
 pytestmark = pytest.mark.cpu
@@ -105,3 +109,52 @@ def test_an_override_changes_every_seed_and_nothing_else() -> None:
 def test_a_prompt_override_needs_one_prompt_node() -> None:
     with pytest.raises(WorkflowError, match="exactly one prompt node"):
         with_overrides(workflow(a=node(3, "Sample", widgets=SAMPLE)), INFO, prompt="a red ball")
+
+
+def test_reroutes_in_a_circle_are_named() -> None:
+    circle = workflow(
+        a=node(1, "Reroute", widgets=[], links={"": 3}),
+        b=node(3, "Sample", widgets=SAMPLE, links={"model": 1}),
+        c=node(4, "Load", widgets=[]),
+    )
+    circle["links"][2] = [3, 1, 0, 1, 0, "MODEL"]
+    with pytest.raises(WorkflowError, match="in a circle"):
+        to_api(circle, INFO)
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 9) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["id", "type", "link", "x"]), inner),
+    max_leaves=6,
+)
+
+
+@given(data=st.data())
+def test_a_crafted_workflow_is_converted_or_refused(data: st.DataObject) -> None:
+    """One part of a real workflow is replaced by anything; the answer is a workflow or an error of ours."""
+    whole = workflow(
+        a=node(1, "Reroute", widgets=[], links={"": 3}),
+        b=node(3, "Sample", widgets=list(SAMPLE), links={"model": 1}),
+        c=node(4, "Load", widgets=[], mode=data.draw(st.sampled_from([0, 2, 4]))),
+    )
+    whole["links"][2] = [3, 4, 0, 1, 0, "MODEL"]
+    where: Any = whole
+    while True:
+        key = data.draw(st.sampled_from(list(where) if isinstance(where, dict) else list(range(len(where)))))
+        if not where[key] or not isinstance(where[key], dict | list) or data.draw(st.booleans()):
+            where[key] = data.draw(junk)
+            break
+        where = where[key]
+    for convert in (to_api, lambda w, info: with_overrides(w, info, seed=1)):
+        try:
+            assert isinstance(convert(whole, INFO), dict)
+        except WorkflowError as refusal:
+            assert str(refusal)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "\ufffe", '{"nodes": 1', "7"])
+def test_a_file_that_holds_no_workflow_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "w.json"
+    file.write_text(text)
+    with pytest.raises(RunError, match=re.escape(f"cannot read the workflow {file}")):
+        load_workflow(Client("http://127.0.0.1:1"), file)

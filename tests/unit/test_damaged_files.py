@@ -16,6 +16,7 @@ from flashforward_core.model.config import WanConfig
 from flashforward_core.model.files import read_json
 from flashforward_core.model.formats import read_shards
 from flashforward_core.model.loading import ASSETS, load_embedded, load_text_encoder, load_vae
+from flashforward_core.model.lora_files import read_lora
 from flashforward_core.model.transformer import CausalWanTransformer
 from flashforward_core.train import command
 
@@ -151,3 +152,61 @@ def test_training_refuses_at_once(
     command.add_arguments(parser)
     with pytest.raises(ValueError, match=message):
         command.run(parser.parse_args([*words, "--out", str(tmp_path)]))
+
+
+def _safetensors(kind: str) -> bytes:
+    """A file whose header lies, in the format's layout: 8 bytes of length, JSON, data."""
+    entry = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+    headers: dict[str, Any] = {
+        "negative shape": {"a": {**entry, "shape": [-2, -2]}},
+        "negative offsets": {"a": {**entry, "data_offsets": [-16, 0]}},
+        "overlapping offsets": {"a": entry, "b": {**entry, "data_offsets": [8, 24]}},
+        "offsets past the end": {"a": {**entry, "data_offsets": [0, 1 << 40], "shape": [1 << 19, 1 << 19]}},
+        "a shape that overflows": {"a": {**entry, "shape": [1 << 62, 1 << 62]}},
+        "an unknown type": {"a": {**entry, "dtype": "F1"}},
+        "a list": [entry],
+        "a text": {"a": "b"},
+    }
+    if kind in headers:
+        text = json.dumps(headers[kind]).encode()
+        return len(text).to_bytes(8, "little") + text + bytes(24)
+    deep = b'{"a":' * 100_000
+    return {
+        "a huge length": b"\xff" * 8 + b"{}",
+        "a length past the end": (1 << 40).to_bytes(8, "little") + b"{}",
+        "deep JSON": len(deep).to_bytes(8, "little") + deep,
+        "no text": (4).to_bytes(8, "little") + b"\xff\xfe\xfd\xfc",
+        "nothing": b"",
+    }[kind]
+
+
+CRAFTED = (
+    *("negative shape", "negative offsets", "overlapping offsets", "offsets past the end", "a shape that overflows"),
+    *(
+        "an unknown type",
+        "a list",
+        "a text",
+        "a huge length",
+        "a length past the end",
+        "deep JSON",
+        "no text",
+        "nothing",
+    ),
+)
+
+
+@pytest.mark.parametrize("kind", CRAFTED)
+def test_crafted_safetensors(kind: str, tmp_path: Path) -> None:
+    """As a checkpoint, as a LoRA and as the embedded model's own weights."""
+    path = tmp_path / "crafted.safetensors"
+    path.write_bytes(_safetensors(kind))
+    with pytest.raises(ValueError, match=r"crafted\.safetensors"):
+        load_checkpoint(path)
+    with pytest.raises(ValueError, match=r"crafted\.safetensors"):
+        read_lora(path, CausalWanTransformer(TINY))
+    vae = tmp_path / "vae"
+    vae.mkdir()
+    shutil.copy(ASSETS / "vae" / "config.json", vae)
+    path.rename(vae / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(ValueError, match=r"diffusion_pytorch_model\.safetensors"):
+        load_vae(vae)
