@@ -121,9 +121,9 @@ class PageFeed:
 
 
 def _is_watched() -> bool:
-    """Whether a page sees what this run sends: pictures cost time."""
+    """Whether a page follows this run: pictures cost time. A page tells the server what it can show; scripts do not."""
     server = PromptServer.instance
-    return server.client_id in server.sockets
+    return bool(server.sockets_metadata.get(server.client_id, {}).get("feature_flags"))
 
 
 def _send(name: str, data: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from flashforward_core.model.roles import Backbone
 from flashforward_core.model.vae import Preview, StreamingDecoder, VaeState
 from flashforward_core.specs import SPATIAL_FACTOR, TEMPORAL_FACTOR
 
-SETTLED_LATENTS = 6  # a still's colours no longer change by then
+SETTLED_LATENTS = 4  # a still's colours no longer change by then
 
 
 class Look(Protocol):

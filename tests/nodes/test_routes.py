@@ -199,6 +199,9 @@ async def _events(server: Server, prompt: Json) -> list[tuple[float, str, Any]]:
     seen: list[tuple[float, str, Any]] = []
     clock = asyncio.get_running_loop().time
     async with aiohttp.ClientSession() as session, session.ws_connect(f"{server.url}/ws?clientId=page") as socket:
+        await socket.send_json({"type": "feature_flags", "data": {"supports_preview_metadata": True}})
+        while (await socket.receive_json())["type"] != "feature_flags":
+            pass
         await session.post(f"{server.url}/prompt", json={"prompt": prompt, "client_id": "page"})
         while not seen or seen[-1][1] not in ("execution_success", "execution_error"):
             message = await socket.receive(timeout=120)
