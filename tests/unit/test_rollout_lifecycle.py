@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from flashforward_core.engine.events import AnchorBlockReady, ChunkReady, Event,
 from flashforward_core.engine.executor import TaskFailed, run_placed
 from flashforward_core.engine.ops import NotFinite, RunInputs
 from flashforward_core.engine.placement import lanes_for, place
-from flashforward_core.engine.rollout import DevicePlan, plan_anchors, render, stream_decode
+from flashforward_core.engine.rollout import DevicePlan, plan_anchors, render, reseed, stream_decode
 from flashforward_core.engine.transfer import HostMark
 from flashforward_core.graph.schedules import build_graph
 from flashforward_core.graph.task import ForwardTask, Role
@@ -209,6 +210,35 @@ def test_a_cancel_propagates_and_the_next_run_is_right(
         render(backbone, rig.spec(), rig.texts(), devices=devices, on_event=finished.append, check_cancel=cancel)
     assert not any(thread.name.startswith("flashforward") for thread in threading.enumerate())
     assert render(backbone, rig.spec(), rig.texts(), devices=devices).sha256 == expected.sha256
+
+
+def test_planning_and_planning_one_anchor_again_stop_within_a_forward(rig: Any, backbone: Backbone) -> None:
+    """The cancel comes at the second look, after at most one delivery; one more forward per lane may be under way."""
+    anchors = plan_anchors(backbone, rig.spec(), rig.texts())
+    for plan in (
+        lambda **hooks: plan_anchors(backbone, rig.spec(), rig.texts(), devices=TWO_LANES, **hooks),
+        lambda **hooks: reseed(anchors, 0, seed=9, check_cancel=hooks["check_cancel"]),
+    ):
+        finished: list[Event] = []
+        looks = itertools.count()
+
+        def cancel(finished: list[Event] = finished, looks: Any = looks) -> None:
+            if next(looks) >= 1:
+                raise Cancelled
+
+        with pytest.raises(Cancelled):
+            plan(on_event=finished.append, check_cancel=cancel)
+        assert sum(isinstance(event, TaskFinished) for event in finished) <= 4
+
+
+def test_frames_are_let_go_as_they_are_used(rig: Any, backbone: Backbone, vae: Any) -> None:
+    """A minute of 720p as float32 would be 10 GiB; here nobody keeps a frame that the caller has let go."""
+    latents = torch.zeros(1, 16, 6, 4, 4)
+    alive: list[weakref.ref[Tensor]] = []
+    for frames in stream_decode(replace(backbone, vae=vae), latents):
+        assert sum(frame() is not None for frame in alive) <= 1
+        alive.append(weakref.ref(frames))
+    assert len(alive) == 6
 
 
 def test_an_error_of_a_listener_stops_the_run(rig: Any, backbone: Backbone) -> None:
