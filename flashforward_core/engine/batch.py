@@ -128,6 +128,11 @@ def _check(devices: DevicePlan, *, in_flight: int) -> None:
         )
     if devices.memory.offload == "on":
         raise ValueError("offload='on' does not go with several rollouts, which share weights; use offload='off'")
+    if devices.memory.budget_gib:
+        raise ValueError(
+            f"budget_gib={devices.memory.budget_gib:g} does not go with several rollouts, whose memory adds up as they "
+            "come; use budget_gib=0, and in_flight=1 for less"
+        )
 
 
 def _one_by_one(

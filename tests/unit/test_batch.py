@@ -14,6 +14,7 @@ from flashforward_core.engine.batch import Job, render_many
 from flashforward_core.engine.dispatch import IN_FLIGHT, simulate_queue
 from flashforward_core.engine.events import ChunkReady, Event, TaskFinished
 from flashforward_core.engine.lanes import DevicePlan
+from flashforward_core.engine.memory import MemoryOptions
 from flashforward_core.engine.rollout import RenderResult, render
 from flashforward_core.engine.run import Run
 from flashforward_core.graph.schedules import build_graph
@@ -171,6 +172,7 @@ def test_spans_carry_their_rollout_and_one_clock(rig: Any, backbone: Backbone) -
     ("devices", "words"),
     [
         (DevicePlan(layout="prelude"), "layout='prelude'"),
+        (DevicePlan(memory=MemoryOptions(budget_gib=8)), "budget_gib=8"),
         (DevicePlan(order="memory"), "order='memory'"),
         (DevicePlan(decode="own"), "decode='own'"),
     ],
