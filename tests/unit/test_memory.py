@@ -78,8 +78,8 @@ def test_a_forward_needs_what_is_predicted(config: WanConfig, rows: int, columns
     assert live.peak <= predicted <= 1.02 * live.peak
 
 
-@pytest.mark.parametrize("as_conv2d", [False, True])
-def test_decoding_needs_what_is_predicted(as_conv2d: bool) -> None:
+@pytest.mark.parametrize(("as_conv2d", "channels_last"), [(False, False), (False, True), (True, False)])
+def test_decoding_needs_what_is_predicted(as_conv2d: bool, channels_last: bool) -> None:
     from diffusers import AutoencoderKLWan
 
     with torch.device("meta"):
@@ -88,7 +88,7 @@ def test_decoding_needs_what_is_predicted(as_conv2d: bool) -> None:
     state = VaeState(())
     with torch.no_grad(), LiveMemory().ignore([latent, *vae.parameters()]) as live:
         for _ in range(3):  # the third latent frame is the first in the steady state
-            _, features = _decode_step(vae, latent, state.features, as_conv2d)
+            _, features = _decode_step(vae, latent, state.features, as_conv2d, channels_last)
             state = VaeState(features)
     predicted = DECODE_NUMBERS * 832 * 480 * vae.config.base_dim * 4
     # 3D convolutions leave a quarter for their libraries' workspaces, which tensors do not show.
