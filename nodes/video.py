@@ -149,7 +149,7 @@ def _write(
                 writer = VideoWriter(path, width=width, height=height, fps=fps, metadata=metadata)
             writer.write(frames.numpy())
             done += len(frames)
-            progress.show(done, total, preview=frames[-1])
+            progress.show(done, total)  # no picture: the editor would show it in the video's place, for good
             check_cancel()
         assert writer is not None, "no latent frame to decode"
         writer.close()
