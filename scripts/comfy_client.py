@@ -172,7 +172,7 @@ def _failure(status: Json) -> str:
     return f"the run ended with {status}"
 
 
-def _progress_printer(prompt: Json) -> Progress:
+def progress_printer(prompt: Json) -> Progress:
     """Print one line per tenth of each node's work."""
     shown: dict[str, int] = {}
     start = time.monotonic()
@@ -215,7 +215,7 @@ def run_file(url: str, file: Path, *, output: Path, prompt: str | None = None, s
     """Run a workflow file and print the latents' SHA-256 and, last, the path of each video."""
     client = Client(url)
     api, editor = load_workflow(client, file, prompt=prompt, seed=seed)
-    result = client.run(api, workflow=editor, on_progress=_progress_printer(api))
+    result = client.run(api, workflow=editor, on_progress=progress_printer(api))
     files = [path for path in result.files(output) if path.suffix in VIDEO_SUFFIXES]
     for digest in result.sha256():
         print(f"latents sha256 {digest}")

@@ -65,24 +65,26 @@ def _scene(caption: str | None) -> SceneWords | None:
 
 
 def table(found: Evaluation) -> str:
-    """Return the findings as lines for people."""
+    """Return the findings as lines for people: what, how much, in which unit."""
     rows = [
-        ("frames", str(found.video.frames)),
-        ("flicker (1 is still)", f"{found.video.flicker:.4f}"),
-        ("motion", f"{found.video.motion:.3f}"),
+        ("frames", f"{found.video.frames} frames"),
+        ("flicker", f"{found.video.flicker:.2%} of full steadiness from frame to frame (100 % is still)"),
+        ("motion", f"{found.video.motion:.1%} of pixels change within 8 frames"),
     ]
     for name, seam in (("chunk", found.seam_chunk), ("anchor", found.seam_anchor)):
-        text = "too short to tell" if seam is None else f"{seam.excess:+.1%} change, {seam.peak:.1f} x median power"
+        text = "too short to tell"
+        if seam is not None:
+            text = f"{seam.excess:+.1%} change beside elsewhere; {seam.peak:.1f} times the median power"
         rows.append((f"{name} seams", text))
     rows += [
-        ("colour drift", f"{found.drift.colour:.2f} levels"),
-        ("sharpness drift", f"{found.drift.sharpness:+.2f} octaves"),
+        ("colour drift", f"{found.drift.colour:.2f} of 255 levels from beginning to end"),
+        ("sharpness drift", f"{found.drift.sharpness:+.2f} octaves from beginning to end (-1 is half as sharp)"),
     ]
     if found.scene is not None:
         scene = found.scene
-        parts = f"sky {scene.sky:.2f}, hills {scene.hills:.2f}, colours {scene.colour:.2f}, motion {scene.motion:.2f}"
+        parts = f"sky {scene.sky:.0%}, hills {scene.hills:.0%}, colours {scene.colour:.0%}, paths {scene.motion:.0%}"
         rows += [
-            ("faithfulness", f"{scene.faithfulness:.3f} ({parts})"),
-            ("palette error", f"{scene.palette_error:.1f} levels, drift {scene.palette_drift:+.1f}"),
+            ("faithfulness", f"{scene.faithfulness:.1%} of what the caption says ({parts})"),
+            ("palette error", f"{scene.palette_error:.1f} of 255 levels, {scene.palette_drift:+.1f} levels by the end"),
         ]
     return "\n".join(f"{name:<22}  {value}" for name, value in rows)

@@ -1,5 +1,6 @@
 """The editor's form of a workflow to the server's."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -9,10 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "scripts"))
 
-from comfy_client import Client, RunError, load_workflow
-from comfy_workflow import WorkflowError, to_api, widget_slots, with_overrides
+import headless  # noqa: E402
+from comfy_client import Client, RunError, load_workflow  # noqa: E402
+from comfy_host import Server, free_port  # noqa: E402
+from comfy_workflow import WorkflowError, to_api, widget_slots, with_overrides  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 Json = dict[str, Any]
@@ -158,3 +162,20 @@ def test_a_file_that_holds_no_workflow_is_refused(text: str, tmp_path: Path) -> 
     file.write_text(text)
     with pytest.raises(RunError, match=re.escape(f"cannot read the workflow {file}")):
         load_workflow(Client("http://127.0.0.1:1"), file)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "several_devices"])
+def test_a_workflow_is_converted_for_the_api(name: str, server: Server, object_info: Json, tmp_path: Path) -> None:
+    """What the command writes is what the server takes: every input of every node is there, with the new seed."""
+    file, out = ROOT / "workflows" / f"{name}.json", tmp_path / "api.json"
+    assert headless.main(["api", str(file), "--server", server.url, "--seed", "5", "--out", str(out)]) == 0
+    api = json.loads(out.read_text())
+    assert api == to_api(with_overrides(json.loads(file.read_text()), object_info, seed=5), object_info)
+    assert {node["inputs"]["seed"] for node in api.values() if "seed" in node["inputs"]} == {5}
+
+
+def test_a_server_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = ROOT / "workflows" / "quickstart.json"
+    assert headless.main(["run", str(file), "--server", f"http://127.0.0.1:{free_port()}"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("headless: ") and shown.count("\n") == 1

@@ -43,7 +43,9 @@ def test_json_has_every_metric(clip: Path, capsys: pytest.CaptureFixture[str]) -
 def test_the_table_is_for_people(clip: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(clip)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["frames", "161"]
+    assert lines[0].split() == ["frames", "161", "frames"]
+    units = ("frames", "%", "%", "power", "power", "levels", "octaves")
+    assert [unit in line for unit, line in zip(units, lines, strict=True)] == [True] * len(units)
     assert not any(line.startswith("faithfulness") for line in lines)  # there was no caption
 
 
