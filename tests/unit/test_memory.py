@@ -99,7 +99,7 @@ def test_decoding_needs_what_is_predicted(as_conv2d: bool, channels_last: bool) 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kv", ["auto", "fp8"])
 def test_banks_take_what_is_predicted(rig: Any, schedule: str, order: str, kv: str) -> None:
-    backbone, spec = rig.backbone(), spec_for(rig.spec(schedule, latent_frames=26))
+    backbone, spec = rig.backbone(), spec_for(rig.spec(schedule))
     memory = MemoryOptions(kv=kv)
     measured = render(backbone, spec, rig.texts(), devices=DevicePlan(order=order, memory=memory)).timeline
     graph = build_graph(spec, decode=False)
