@@ -126,7 +126,7 @@ async function play(page) {
 const fold = (page) =>
   page.evaluate(() => {
     const node = window.planNode;
-    node.widgets.find((widget) => widget.name === "$$advanced").callback();
+    node.widgets.find((widget) => widget.name === "more inputs").callback();
     const shown = node.widgets.filter((widget) => !widget.hidden).map((widget) => widget.name);
     const saved = node.serialize();
     return { shown, values: saved.widgets_values, state: saved.showAdvanced ?? false };

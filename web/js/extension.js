@@ -2,7 +2,7 @@
 
 import { app } from "../../../scripts/app.js";
 import { api } from "../../../scripts/api.js";
-import { foldAdvanced } from "./folding.js";
+import { FOLD, foldAdvanced } from "./folding.js";
 import { applyDone, applyPictures, applySpans, applyStop, indexPlan, noRuns, numLanes, wantedHeight } from "./timeline_model.js";
 import { TimelineView } from "./timeline_view.js";
 import { chromeTrace, exportJson } from "./timeline_words.js";
@@ -129,6 +129,7 @@ class Timeline {
 
   /** Make room for the lanes; never take any away that the artist gave. */
   fit() {
+    this.view.element.style.minHeight = `${this.height()}px`; // where the page lays the node out
     const [width, height] = this.node.computeSize();
     if (this.node.size[1] < height) this.node.setSize([Math.max(this.node.size[0], width), height]);
     this.node.setDirtyCanvas(true, true);
@@ -183,7 +184,7 @@ function chain(target, name, after) {
  */
 function saveInputsOnly(node) {
   chain(node, "onSerialize", (saved) => {
-    const shown = node.widgets?.findIndex((widget) => widget.name === WIDGET || widget.name.startsWith("$$")) ?? -1;
+    const shown = node.widgets?.findIndex((widget) => [WIDGET, FOLD].includes(widget.name) || widget.name.startsWith("$$")) ?? -1;
     if (shown >= 0) saved.widgets_values = saved.widgets_values?.slice(0, shown);
   });
 }

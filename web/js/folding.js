@@ -1,10 +1,15 @@
 // Folds expert inputs away, with a button that shows them. Their values are saved and sent as before, folded or not.
 
-const FOLD = "$$advanced"; // only shown: no value of it is saved
+/** The button's name; it is only shown, so no value of it is saved. */
+export const FOLD = "more inputs";
 const GAP = 4; // pixels, which the editor leaves after every widget
 
-/** Hide the inputs that the server calls advanced until the button is pressed; the node keeps, and saves, which it is. */
+/**
+ * Hide the inputs that the server calls advanced until the button is pressed; the node keeps, and saves, which it is. In
+ * Nodes 2.0, where the page and not the canvas lays inputs out, all are shown.
+ */
 export function foldAdvanced(node) {
+  if (globalThis.LiteGraph?.vueNodesMode) return;
   const folded = (node.widgets ?? []).filter((widget) => widget.options?.advanced);
   if (!folded.length) return;
   const button = node.addWidget("button", FOLD, null, () => toggle(), { serialize: false });
