@@ -1,5 +1,6 @@
 """Latents to a video file."""
 
+import contextlib
 import json
 import logging
 from collections.abc import Iterator
@@ -126,7 +127,8 @@ def _new_path(prefix: str, *, width: int, height: int) -> tuple[Path, str]:
     try:
         folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, output, width, height)
         path = Path(folder) / f"{name}_{counter:05}_.mp4"
-        path.with_suffix(".partial.mp4").exists()  # a name that is too long fails here, not after the first chunk
+        with contextlib.suppress(FileNotFoundError):
+            path.with_suffix(".partial.mp4").stat()  # a name that is too long fails here, not after the first chunk
         inside = path.resolve().is_relative_to(Path(output).resolve())
     except Exception as error:  # ComfyUI raises a plain Exception for what leads out
         raise ValueError(f"filename_prefix={prefix[:80]!r} cannot be used ({error}); use video/FlashForward") from error

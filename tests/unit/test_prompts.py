@@ -1,5 +1,8 @@
 """Prompt schedules: what is written is when it holds, and what cannot be read is named with its place."""
 
+import contextlib
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -126,3 +129,21 @@ def test_any_times_give_spans_that_a_rollout_takes_or_a_refusal(times: list[int]
         assert first == sorted(set(first))
         assert first[0] == 0
         assert first[-1] < VIDEO.latent_frames
+
+
+@given(text=st.text(st.sampled_from("ab |[]#-.59sf\\\n\0é"), max_size=40))
+def test_any_text_is_read_or_refused_by_name(text: str) -> None:
+    try:
+        found = parse(text)
+    except ValueError as refusal:
+        assert str(refusal)
+    else:
+        assert spans([prompt.time for prompt in found], VideoShape(width=32, height=32, latent_frames=99))[0].start == 0
+
+
+@pytest.mark.parametrize("text", ["[" * 50_000, "a [" + "9" * 50_000 + "s]", "a | " * 20_000, "a [5s" + " " * 50_000])
+def test_endless_prompts_are_read_or_refused_at_once(text: str) -> None:
+    began = time.perf_counter()
+    with contextlib.suppress(ValueError):
+        parse(text)
+    assert time.perf_counter() - began < 5  # quadratic work on 50,000 letters would take minutes
