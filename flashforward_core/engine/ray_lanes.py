@@ -6,6 +6,8 @@ machine is gone, or that is silent for ``SILENCE_S``, raises ``LaneLost``.
 
 import contextlib
 import logging
+import os
+import select
 import signal
 import socket
 import threading
@@ -25,12 +27,18 @@ PULSE_S = 2.0  # how often a lane is asked whether it is alive
 SILENCE_S = 60.0  # a lane that has not answered for so long is lost
 START_S = 180.0  # a lane's process must have started by then: imports from a slow disk take their time
 DIAL_S = 5.0
+STAY = ("RAY_gcs_rpc_server_reconnect_timeout_s", "1000000")  # else Ray ends this process a minute after its head died
+HEAD_TRIES = 5  # a head that is restarted may miss a few
 CORE = Path(__file__).resolve().parent.parent
 CheckCancel = Callable[[], None]
 
 
 class LaneLost(ConnectionError):
     """A lane's process or machine is gone, or does not answer."""
+
+
+class HeadLost(LaneLost):
+    """The machine that runs the cluster is gone, and with it all lanes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +58,13 @@ def connect(address: str) -> Any:
 
     The connection is the process's: a second cluster raises ``ValueError``, and so does an address where none is.
     """
+    os.environ.setdefault(*STAY)
     try:
         import ray
     except ImportError as error:
         raise ValueError(f"ray_address={address!r} needs Ray; install it: pip install 'ray>=2.49,<3'") from error
+    if ray.is_initialized() and not answers(ray.get_runtime_context().gcs_address):
+        ray.shutdown()
     if ray.is_initialized():
         known = ray.get_runtime_context().gcs_address
         if address != "auto" and not _same_place(address, known):
@@ -62,8 +73,8 @@ def connect(address: str) -> Any:
             )
         return ray
     check_address(address)
-    if address != "auto":
-        _dial(address)
+    if address != "auto" and not answers(address):
+        raise ValueError(f"ray_address={address!r} does not answer; run `ray start --head` there, or use auto")
     with _own_handlers():
         try:
             ray.init(
@@ -90,14 +101,13 @@ def check_address(address: str) -> None:
         )
 
 
-def _dial(address: str) -> None:
+def answers(address: str) -> bool:
+    """Whether anything listens at HOST:PORT."""
     host, _, port = address.rpartition(":")
-    try:
+    with contextlib.suppress(OSError):
         socket.create_connection((host, int(port)), timeout=DIAL_S).close()
-    except OSError as error:
-        raise ValueError(
-            f"ray_address={address!r} does not answer ({error}); run `ray start --head` there, or use auto"
-        ) from error
+        return True
+    return False
 
 
 def _same_place(address: str, known: str) -> bool:
@@ -173,6 +183,47 @@ def assign_nodes(devices: Sequence[str], nodes: Sequence[Node]) -> list[Node]:
 
 
 @dataclass(slots=True)
+class _Head:
+    """Watches the cluster's head, without which Ray would wait for ever.
+
+    A dial is begun at one look and judged at a later one, so that nothing waits for it.
+    """
+
+    address: str
+    failures: int = 0
+    _socket: socket.socket | None = None
+    _dialled_s: float = 0.0
+
+    def look(self) -> None:
+        """Raise ``HeadLost`` when the head has failed to answer ``HEAD_TRIES`` times in a row."""
+        now = time.perf_counter()
+        if self._socket is None:
+            if now - self._dialled_s > PULSE_S:
+                self._dial(now)
+            return
+        _, answered, _ = select.select([], [self._socket], [], 0)
+        if not answered and now - self._dialled_s < DIAL_S:
+            return
+        good = bool(answered) and self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
+        self.close()
+        self.failures = 0 if good else self.failures + 1
+        if self.failures >= HEAD_TRIES:
+            raise HeadLost(f"the head of the Ray cluster at {self.address} does not answer")
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _dial(self, now: float) -> None:
+        host, _, port = self.address.rpartition(":")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket, self._dialled_s = socket.socket(family, socket.SOCK_STREAM), now
+        self._socket.setblocking(False)
+        self._socket.connect_ex((host.strip("[]"), int(port)))
+
+
+@dataclass(slots=True)
 class _Pulse:
     """What is known of a lane's life."""
 
@@ -189,6 +240,7 @@ class Fleet:
     lanes: tuple[LaneInfo, ...]
     nodes: tuple[Node, ...]
     actors: list[Any]
+    head: _Head
     silence_s: float = SILENCE_S
     closed: bool = False
     _pulses: list[_Pulse] = field(default_factory=list)
@@ -210,7 +262,8 @@ class Fleet:
             for lane, node in zip(lanes, nodes, strict=True)
         ]
         pulses = [_Pulse() for _ in actors]
-        return cls(ray, tuple(lanes), tuple(nodes), actors, _pulses=pulses)
+        head = _Head(ray.get_runtime_context().gcs_address)
+        return cls(ray, tuple(lanes), tuple(nodes), actors, head, _pulses=pulses)
 
     def put(self, value: Any) -> Any:
         """Store ``value`` in the cluster once, for many calls."""
@@ -260,6 +313,7 @@ class Fleet:
         if self.closed:
             return
         self.closed = True
+        self.head.close()
         for actor in self.actors:
             with contextlib.suppress(Exception):  # one that is gone already, or a cluster that is
                 self.ray.kill(actor)
@@ -274,12 +328,18 @@ class Fleet:
     def _reason(self, lane: int, error: BaseException) -> str:
         if isinstance(error, self.ray.exceptions.OutOfMemoryError):
             return "Ray ended it, since its machine ran out of memory"
-        with contextlib.suppress(Exception):  # the cluster may be gone altogether
-            alive = {node.id for node in nodes_of(self.ray)}
-            return "its process has ended" if self.nodes[lane].id in alive else "its machine has left the cluster"
-        return "the cluster does not answer"
+        if self.head.failures:  # asking it would take a minute
+            return "it does not answer, nor does the cluster's head"
+        alive = {node.id for node in nodes_of(self.ray)}
+        return "its process has ended" if self.nodes[lane].id in alive else "its machine has left the cluster"
+
+    def leave(self) -> None:
+        """Give up a cluster whose head is gone; a later ``connect`` may find another."""
+        self.closed = True
+        self.ray.shutdown()
 
     def _check_pulses(self) -> None:
+        self.head.look()
         now = time.perf_counter()
         for lane, pulse in enumerate(self._pulses):
             if pulse.ping is None:

@@ -21,7 +21,7 @@ from .forward import FastOptions
 from .lane_worker import LaneError, Rollout, packed_event
 from .ops import RunInputs
 from .placement import Placement
-from .ray_lanes import Fleet, LaneLost, Node
+from .ray_lanes import Fleet, HeadLost, LaneLost, Node
 from .reuse import Resume, whole
 from .run import RunReport, bank_shape
 from .shares import Share, shares_of
@@ -92,8 +92,8 @@ def run_on_ray(
     try:
         driver.run(rollout, check_cancel=check_cancel)
     except LaneLost as error:
-        dismiss()
-        raise LaneLost(f"{error}; {len(driver.chunks)} of {inputs.spec.num_chunks} chunks were finished") from error
+        _part_with(crew, error)
+        raise type(error)(f"{error}; {len(driver.chunks)} of {inputs.spec.num_chunks} chunks were finished") from error
     except BaseException:
         _give_up(crew, number)
         raise
@@ -122,6 +122,9 @@ def crew_for(
             speeds=fleet.each("speed", check_cancel=check_cancel),
             bandwidths=_bandwidths(fleet),
         )
+    except HeadLost:
+        fleet.leave()
+        raise
     except BaseException:
         fleet.close()
         raise
@@ -297,13 +300,20 @@ def _copied(packed: Packed) -> torch.Tensor:
         return unpack(replace(packed, data=packed.data.copy()))
 
 
+def _part_with(crew: Crew, error: Exception) -> None:
+    """End what is left of lanes that are of no more use."""
+    if isinstance(error, HeadLost):
+        crew.fleet.leave()
+    dismiss()
+
+
 def _end(crew: Crew) -> list[int]:
     """Free what a finished rollout held; return each lane's peak. A lane that is lost now takes nothing with it."""
     try:
         return crew.fleet.each("end")
     except LaneLost as error:
         log.warning("the rollout is complete; the lanes are ended, for %s", error)
-        dismiss()
+        _part_with(crew, error)
         return [0] * len(crew.fleet.lanes)
 
 
@@ -314,4 +324,4 @@ def _give_up(crew: Crew, number: int) -> None:
         crew.fleet.each("end")
     except Exception as error:
         log.warning("the lanes are ended, since they could not be stopped: %s", error)
-        dismiss()
+        _part_with(crew, error)

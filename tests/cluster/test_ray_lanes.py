@@ -14,13 +14,13 @@ import psutil
 import pytest
 import torch
 
-from flashforward_core.engine import ray_run
+from flashforward_core.engine import ray_lanes, ray_run
 from flashforward_core.engine.events import ChunkReady, Event, TaskFinished
 from flashforward_core.engine.executor import TaskFailed, run_sequential
 from flashforward_core.engine.lanes import DevicePlan
 from flashforward_core.engine.ops import NotFinite, RunInputs
 from flashforward_core.engine.placement import lanes_for, place
-from flashforward_core.engine.ray_lanes import LaneLost
+from flashforward_core.engine.ray_lanes import HeadLost, LaneLost
 from flashforward_core.engine.rollout import plan_anchors, render
 from flashforward_core.graph.schedules import SCHEDULES, build_graph, spec_for
 from flashforward_core.model.roles import Backbone
@@ -150,9 +150,21 @@ def test_a_dead_or_frozen_lane_ends_the_render_with_its_name(rig: Any, site: Sit
     assert not wait_until(lambda: not site.lane_processes()), "no process is left"
 
 
+def test_a_dead_head_ends_the_render_and_not_this_process(rig: Any, site: Site, monkeypatch: Any) -> None:
+    monkeypatch.setattr(ray_lanes, "PULSE_S", 0.2)  # five tries in a row then take a second, not ten
+    head = site.cluster.head_node.all_processes["gcs_server"][0].process
+
+    def on_event(event: Event) -> None:
+        head.kill()
+        time.sleep(0.05)  # a render of some 200 tasks is not to end before the head is missed
+
+    with pytest.raises(HeadLost, match=r"the head of the Ray cluster at .* does not answer; \d+ of 30 chunks"):
+        render(site.backbone, rig.spec(latent_frames=90), rig.texts(), devices=site.devices, on_event=on_event)
+    assert not ray.is_initialized()
+
+
 def test_where_no_cluster_is_it_says_so(rig: Any) -> None:
-    ray.shutdown()
-    with pytest.raises(ValueError, match=r"ray_address='127.0.0.1:1' does not answer .*ray start"):
+    with pytest.raises(ValueError, match=r"ray_address='127.0.0.1:1' does not answer; run `ray start"):
         render(rig.backbone(), rig.spec(), rig.texts(), devices=DevicePlan(ray_address="127.0.0.1:1"))
 
 
