@@ -26,7 +26,7 @@ from ..model.compiled import gave_up, num_compilations
 from ..model.config import EMBEDDED, MODELS
 from ..model.roles import Backbone
 from ..specs import RolloutSpec, VideoShape
-from .bench_models import PRECISIONS, bench_backbone, bench_texts
+from .bench_models import DECODERS, PRECISIONS, bench_backbone, bench_texts
 from .bench_rows import RowBook, machine
 from .simulate import RESOLUTIONS, size_of
 
@@ -68,7 +68,7 @@ class Models:
             device=self._device,
             precision=self._args.precision,
             attention="auto",
-            decoder=wants_frames,
+            decoder=self._args.decoder if wants_frames else None,
         )
         print(f"weights of {self._args.model} made in {time.perf_counter() - began:.1f} s", flush=True)
         return made
@@ -98,6 +98,8 @@ class Bench:
         """Return one per attention kernel. Check the options; ``ValueError`` names what is wrong."""
         if args.model not in MODELS:
             raise ValueError(f"model={args.model!r} is unknown; use one of: {', '.join(MODELS)}")
+        if args.decoder not in DECODERS:
+            raise ValueError(f"decoder={args.decoder!r} is unknown; use one of: {', '.join(DECODERS)}")
         if args.precision not in PRECISIONS:
             raise ValueError(f"precision={args.precision!r} is unknown; use one of: {', '.join(PRECISIONS)}")
         embedded = MODELS[args.model] is EMBEDDED

@@ -16,6 +16,7 @@ from ..model.attention import ATTENTION, AUTO_ORDER, resolve_attention, sdpa
 from ..model.compiled import compiled_parts
 from ..model.fp8_matmul import use_fp8_matmul
 from ..model.roles import Backbone
+from ..model.tiny_vae import TinyDecoder, TinyVae
 from ..model.transformer import CausalWanTransformer
 from ..model.vae import StreamingDecoder, VaeState
 from ..specs import LATENT_CHANNELS, TEMPORAL_FACTOR, RolloutSpec, VideoShape
@@ -29,6 +30,9 @@ TIMED_CALLS = 10
 def decode_rates(vae: Any, shape: VideoShape, *, compiles: bool) -> Iterator[tuple[str, float]]:
     """Yield (mode, video frames per second) for each way to run the decoder; the autoencoder itself stays as it is."""
     device = next(vae.parameters()).device
+    if isinstance(vae, TinyVae):
+        yield "tiny", decode_rate(TinyDecoder(vae), shape, device=device)
+        return
     for channels_last, compiled in ((False, False), (True, False), (True, True)):
         for as_conv2d in (False, True):
             if compiled and (as_conv2d or not compiles):
@@ -39,7 +43,7 @@ def decode_rates(vae: Any, shape: VideoShape, *, compiles: bool) -> Iterator[tup
             yield ", ".join(words), decode_rate(decoder, shape, device=device)
 
 
-def decode_rate(decoder: StreamingDecoder, shape: VideoShape, *, device: torch.device) -> float:
+def decode_rate(decoder: StreamingDecoder | TinyDecoder, shape: VideoShape, *, device: torch.device) -> float:
     """Return video frames per second after a warm-up, on latents of noise."""
     size = (1, 16, 1, shape.latent_height, shape.latent_width)
     latents = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(device)

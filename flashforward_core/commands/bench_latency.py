@@ -26,7 +26,7 @@ from ..registry import Registry
 from ..specs import TEMPORAL_FACTOR, RolloutSpec
 from .bench_engine import Bench, Timed, forward_seconds, steady_rate, write_traces
 from .bench_kernels import attention_times, decode_rates, forward_errors
-from .bench_models import PRECISIONS
+from .bench_models import DECODERS, PRECISIONS
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"kernels to compare, some of: auto, {', '.join(ATTENTION)} (auto)",
     )
     parser.add_argument("--precision", default="fp32", help=f"one of: {', '.join(PRECISIONS)} (fp32)")
+    parser.add_argument("--decoder", default="wan", help=f"of the large models, one of: {', '.join(DECODERS)} (wan)")
     parser.add_argument("--compile", default="auto", help=f"one of: {', '.join(CHOICES)} (auto)")
     parser.add_argument("--graphs", default="auto", help=f"one of: {', '.join(CHOICES)} (auto)")
     parser.add_argument(
@@ -259,6 +260,7 @@ def _one_job(bench: Bench, latents: int, *, devices: str, decode: str, video: Pa
     timed = bench.timed(spec, plan, video=video)
     config = {"latents": latents, "devices": len(names), "device_list": devices}
     config |= {"schedule": spec.schedule, "decode": decode, "encoder": "h264" if timed.encoded else "none"}
+    config |= {"decoder": bench.args.decoder}
     spans = timed.result.timeline.spans
     denoiser = max(span.end_s for span in spans if not span.task.startswith("decode/"))
     decoding = sum(span.end_s - span.start_s for span in spans if span.task.startswith("decode/"))

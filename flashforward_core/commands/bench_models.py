@@ -10,6 +10,7 @@ from ..model.config import EMBEDDED, MODELS, WanConfig
 from ..model.fp8_matmul import use_fp8_matmul
 from ..model.loading import load_embedded
 from ..model.roles import Backbone
+from ..model.tiny_vae import TinyVae
 from ..model.transformer import CausalWanTransformer
 
 log = logging.getLogger(__name__)
@@ -20,12 +21,11 @@ WEIGHT_STD = 0.02
 
 
 def bench_backbone(
-    model: str, *, device: torch.device, precision: str, attention: str, decoder: bool = False
+    model: str, *, device: torch.device, precision: str, attention: str, decoder: str | None = None
 ) -> Backbone:
     """Return a backbone on ``device``. Speed does not depend on the weights' values, so the large ones are random.
 
-    ``decoder`` adds a random autoencoder of Wan's size, if diffusers is there; the embedded model has its own. Both
-    roles share one weight set.
+    ``decoder`` is one of ``DECODERS`` or None; the embedded model has its own. Both roles share one weight set.
     """
     dtype = PRECISIONS[precision]
     if MODELS[model] is EMBEDDED:
@@ -35,7 +35,7 @@ def bench_backbone(
         backbone = Backbone(
             config=transformer.config,
             models=dict.fromkeys(Role, transformer),
-            vae=random_vae(device) if decoder else None,
+            vae=DECODERS[decoder](device) if decoder else None,
             text_encoder=None,
             fingerprint=f"random {model}",
             dtype=dtype,
@@ -77,6 +77,17 @@ def random_vae(device: torch.device) -> nn.Module | None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with torch.inference_mode(False), torch.device(device):
         return AutoencoderKLWan().to(dtype).requires_grad_(False).eval()
+
+
+def random_tiny_vae(device: torch.device) -> nn.Module:
+    """Return a tiny decoder with random weights, in half precision on CUDA, as its files are."""
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    with torch.inference_mode(False), torch.device(device):
+        return TinyVae().to(dtype).requires_grad_(False).eval()
+
+
+DECODERS = {"wan": random_vae, "tiny": random_tiny_vae}
+"""Name -> maker of a random autoencoder."""
 
 
 def bench_texts(backbone: Backbone, *, batch: int = 1) -> list[torch.Tensor]:

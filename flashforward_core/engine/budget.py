@@ -13,6 +13,7 @@ from ..graph.task import TaskGraph
 from ..kv.pages import PagePlan
 from ..model.fp8 import Fp8Linear
 from ..model.roles import Backbone
+from ..model.tiny_vae import TinyVae
 from ..specs import RolloutSpec
 from .lanes import DevicePlan
 from .memory import (
@@ -71,9 +72,15 @@ def sizes_of(backbone: Backbone) -> BackboneSizes:
         block_bytes=max(_aligned(block) for block in blocks),
         weight_sets=len(models),
         vae_bytes=0 if vae is None else _unique(vae.parameters()),
-        vae_frame_bytes=0 if vae is None else DECODE_NUMBERS * vae.config.base_dim * vae.dtype.itemsize,
+        vae_frame_bytes=0 if vae is None else decode_numbers(vae) * vae.dtype.itemsize,
         scratch_bytes=widening_bytes(backbone.config, element) if widened else 0,
     )
+
+
+def decode_numbers(vae: Any) -> int:
+    """Return how many numbers decoding one latent frame holds at once, per pixel."""
+    numbers: int = vae.numbers_per_pixel if isinstance(vae, TinyVae) else DECODE_NUMBERS * vae.config.base_dim
+    return numbers
 
 
 def _unique(tensors: Iterable[Tensor]) -> int:

@@ -13,6 +13,7 @@ from ..graph.task import ForwardTask, Kind, Role, Slot, Space
 from ..kv.bank import Home, LaneBanks
 from ..kv.policies import PolicyState, PolicyView
 from ..model.attention import AttentionBackend
+from ..model.tiny_vae import TinyDecoder
 from ..model.transformer import CausalWanTransformer, TextContext
 from ..model.vae import StreamingDecoder
 from ..specs import RolloutSpec
@@ -75,7 +76,7 @@ class LaneState:
     models: Mapping[Role, CausalWanTransformer]
     attention: AttentionBackend
     banks: LaneBanks
-    decoder: StreamingDecoder | None
+    decoder: StreamingDecoder | TinyDecoder | None
     forward: Forwarder
     contexts: dict[tuple[Role, int], TextContext] = field(default_factory=dict)
     """By role and prompt, computed once."""

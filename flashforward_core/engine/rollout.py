@@ -13,6 +13,7 @@ from torch import Tensor
 from ..graph.schedules import build_graph
 from ..graph.task import Slot, Space, TaskGraph
 from ..model.roles import Backbone
+from ..model.tiny_vae import TinyDecoder, decoder_for
 from ..model.vae import StreamingDecoder, VaeState
 from ..specs import RolloutSpec
 from .anchors import Anchors, check_anchors, plan_anchors, reseed
@@ -138,10 +139,12 @@ def stream_decode(
         raise ValueError("the backbone has no autoencoder; load one, or decode the latents elsewhere")
     if latents_BCFHW.shape[0] != 1:
         raise ValueError(f"latents hold {latents_BCFHW.shape[0]} videos; decode one at a time")
-    return _decoded(StreamingDecoder(backbone.vae), latents_BCFHW, check_cancel=check_cancel)
+    return _decoded(decoder_for(backbone.vae), latents_BCFHW, check_cancel=check_cancel)
 
 
-def _decoded(decoder: StreamingDecoder, latents: Tensor, *, check_cancel: CheckCancel | None) -> Iterator[Tensor]:
+def _decoded(
+    decoder: StreamingDecoder | TinyDecoder, latents: Tensor, *, check_cancel: CheckCancel | None
+) -> Iterator[Tensor]:
     state: VaeState | None = None
     for index in range(latents.shape[2]):
         if check_cancel is not None:

@@ -17,7 +17,7 @@ from ..kv.bank import BankShape, Home, LaneBanks, Ledger
 from ..kv.pages import kv_slots
 from ..model.attention import resolve_attention
 from ..model.roles import Backbone
-from ..model.vae import StreamingDecoder
+from ..model.tiny_vae import decoder_for
 from .budget import Fit
 from .events import AnchorBlockReady, ChunkReady, Event, FramesReady, TaskFinished, TaskSpan
 from .forward import FastOptions, Forwarders, kind_of
@@ -110,7 +110,7 @@ class Run:
             )
             attention = resolve_attention(backbone.attention, lane.device, dtype=backbone.dtype)
             last = fast.decodes_channels_last(lane.device)
-            decoder = None if local.vae is None else StreamingDecoder(local.vae, channels_last=last)
+            decoder = None if local.vae is None else decoder_for(local.vae, channels_last=last)
             forward = forwarders.make(local.models, attention, device=lane.device)
             state = LaneState(
                 lane=lane, models=local.models, attention=attention, banks=banks, decoder=decoder, forward=forward

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..specs import LATENT_CHANNELS, TEMPORAL_FACTOR
 from .formats import read_state
-from .vae import VaeState, to_uint8
+from .vae import StreamingDecoder, VaeState, to_uint8
 
 LEVELS = ((256, 1, 128), (128, 2, 64), (64, 2, 64))
 """Per level, each of which doubles height and width: channels, frames for each frame, channels of the next level."""
@@ -105,6 +105,11 @@ class TinyDecoder:
             state = VaeState(after)
         assert state is not None, "no latent frame to decode"
         return torch.cat(frames, dim=1), state
+
+
+def decoder_for(vae: Any, *, channels_last: bool | None = None) -> StreamingDecoder | TinyDecoder:
+    """Return what decodes with ``vae``: a Wan autoencoder or a tiny one; ``channels_last`` is for the former."""
+    return TinyDecoder(vae) if isinstance(vae, TinyVae) else StreamingDecoder(vae, channels_last=channels_last)
 
 
 def decode_frame(vae: TinyVae, z_BCHW: Tensor, features: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:

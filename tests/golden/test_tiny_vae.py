@@ -62,7 +62,7 @@ def test_streaming_equals_the_whole_clip(vae: TinyVae, latents: Tensor) -> None:
     assert found.shape == (2, 4 * LATENTS - 3, 24, 40, 3)
     for row in range(2):
         expected = whole(vae.state_dict(), latents[row : row + 1]).clamp(0, 1).movedim(1, -1)
-        assert 0.1 < expected.std()  # random weights leave something to compare
+        assert expected.std() > 0.1  # random weights leave something to compare
         # float32 sums of the same numbers in batches of another size
         torch.testing.assert_close(found[row], expected, rtol=0, atol=1e-5)
 

@@ -101,6 +101,7 @@ def arguments(**changes: Any) -> argparse.Namespace:
     ("changes", "message"),
     [
         ({"model": "2B"}, "model='2B' is unknown"),
+        ({"decoder": "huge"}, "decoder='huge' is unknown"),
         ({"precision": "int4"}, "precision='int4' is unknown"),
         ({"metrics": ["forward_ms", "speed"]}, "metrics='speed' is unknown"),
         ({"resolution": "480p"}, "resolution='480p' does not fit model='embedded'"),
