@@ -3,7 +3,7 @@
 WEB_DIRECTORY = "./web"
 
 
-async def comfy_entrypoint():  # type: ignore[no-untyped-def]  # noqa: ANN201 (ComfyUI's types are not ours to check)
+async def comfy_entrypoint() -> object:
     """Give ComfyUI the pack's nodes."""
     from .nodes import FlashForwardExtension
 

@@ -64,8 +64,9 @@ class Bench:
         return prompt
 
     def node(self, prompt: Json, class_type: str) -> Json:
-        (found,) = (node for node in prompt.values() if node["class_type"] == class_type)
-        return found  # type: ignore[no-any-return]
+        found: list[Json] = [node for node in prompt.values() if node["class_type"] == class_type]
+        assert len(found) == 1, f"{len(found)} nodes of {class_type}"
+        return found[0]
 
     def note(self, outcome: str) -> None:
         """Count an outcome and look at the server's process."""

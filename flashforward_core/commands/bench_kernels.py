@@ -14,11 +14,11 @@ from ..engine.forward import FastOptions
 from ..graph.task import Role
 from ..model.attention import ATTENTION, AUTO_ORDER, resolve_attention, sdpa
 from ..model.compiled import compiled_parts
-from ..model.fp8_matmul import use_fp8_matmul
+from ..model.fp8_matmul import Fp8MatmulLinear, use_fp8_matmul
 from ..model.roles import Backbone
 from ..model.tiny_vae import TinyDecoder, TinyVae
 from ..model.transformer import CausalWanTransformer
-from ..model.vae import StreamingDecoder, VaeState
+from ..model.vae import Decoder, StreamingDecoder, VaeState
 from ..specs import LATENT_CHANNELS, TEMPORAL_FACTOR, RolloutSpec, VideoShape
 from .bench_models import bench_texts
 
@@ -43,7 +43,7 @@ def decode_rates(vae: Any, shape: VideoShape, *, compiles: bool) -> Iterator[tup
             yield ", ".join(words), decode_rate(decoder, shape, device=device)
 
 
-def decode_rate(decoder: StreamingDecoder | TinyDecoder, shape: VideoShape, *, device: torch.device) -> float:
+def decode_rate(decoder: Decoder, shape: VideoShape, *, device: torch.device) -> float:
     """Return video frames per second after a warm-up, on latents of noise."""
     size = (1, 16, 1, shape.latent_height, shape.latent_width)
     latents = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(device)
@@ -103,7 +103,7 @@ def forward_errors(
     ``spec``, attending to itself.
     """
     model = backbone.models[Role.RENDERER]
-    if "Fp8" in repr(model.blocks[0]):
+    if any(isinstance(layer, Fp8MatmulLinear) for layer in model.modules()):
         raise ValueError("precision='fp8' has lost the weights to compare with; use bf16, which measures fp8 beside it")
     device = next(model.parameters()).device
     names = [name for name in AUTO_ORDER if ATTENTION[name].obstacle(device) is None and _takes(name, backbone)]

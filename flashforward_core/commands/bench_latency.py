@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 FIT = "fit"
-ONCE = ("decode_fps",)
-"""Metrics that attention has no part in."""
+ONCE = ("decode_fps", "forward_error")
+"""Metrics that attention has no part in, or that measure every kernel themselves."""
 
 
 def _measured(bench: Bench, name: str) -> bool:

@@ -13,9 +13,8 @@ from ..graph.task import ForwardTask, Kind, Role, Slot, Space
 from ..kv.bank import Home, LaneBanks
 from ..kv.policies import PolicyState, PolicyView
 from ..model.attention import AttentionBackend
-from ..model.tiny_vae import TinyDecoder
 from ..model.transformer import CausalWanTransformer, TextContext
-from ..model.vae import StreamingDecoder
+from ..model.vae import Decoder
 from ..specs import RolloutSpec
 from .compaction import compacted, handed_over, kept_slot, policy_view, state_bytes
 from .forward import Forwarder
@@ -76,7 +75,7 @@ class LaneState:
     models: Mapping[Role, CausalWanTransformer]
     attention: AttentionBackend
     banks: LaneBanks
-    decoder: StreamingDecoder | TinyDecoder | None
+    decoder: Decoder | None
     forward: Forwarder
     contexts: dict[tuple[Role, int], TextContext] = field(default_factory=dict)
     """By role and prompt, computed once."""

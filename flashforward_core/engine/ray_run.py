@@ -16,7 +16,7 @@ from ..model.roles import Backbone
 from .budget import Fit
 from .cost import num_keys, rounds
 from .events import ChunkReady, Event, TaskFinished
-from .executor import Delivery, TaskFailed
+from .executor import Delivery, task_failed
 from .forward import FastOptions
 from .lane_worker import LaneError, Rollout, packed_event
 from .ops import RunInputs
@@ -275,11 +275,12 @@ class _Driver:
         try:
             events = self._fleet.value(ref, lane=lane)
         except LaneError as error:
-            raise TaskFailed(f"{error.task}: {error.words}") from error.rebuilt()
+            cause = error.rebuilt()
+            raise task_failed(error.task, cause) from cause
         except LaneLost:
             raise
         except Exception as error:
-            raise TaskFailed(f"{task_id}: {error}") from error
+            raise task_failed(task_id, error) from error
         self._given[lane] -= 1
         self._ready.update(zip(self._shares[lane].leaves.get(task_id, ()), others, strict=True))
         self.deliver([self._here(event, lane=lane) for event in events])

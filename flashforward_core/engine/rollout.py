@@ -13,8 +13,8 @@ from torch import Tensor
 from ..graph.schedules import build_graph
 from ..graph.task import Slot, Space, TaskGraph
 from ..model.roles import Backbone
-from ..model.tiny_vae import TinyDecoder, decoder_for
-from ..model.vae import StreamingDecoder, VaeState
+from ..model.tiny_vae import decoder_for
+from ..model.vae import Decoder, VaeState
 from ..specs import RolloutSpec
 from .anchors import Anchors, check_anchors, plan_anchors, reseed
 from .budget import fit_run
@@ -142,9 +142,7 @@ def stream_decode(
     return _decoded(decoder_for(backbone.vae), latents_BCFHW, check_cancel=check_cancel)
 
 
-def _decoded(
-    decoder: StreamingDecoder | TinyDecoder, latents: Tensor, *, check_cancel: CheckCancel | None
-) -> Iterator[Tensor]:
+def _decoded(decoder: Decoder, latents: Tensor, *, check_cancel: CheckCancel | None) -> Iterator[Tensor]:
     state: VaeState | None = None
     for index in range(latents.shape[2]):
         if check_cancel is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..specs import LATENT_CHANNELS, TEMPORAL_FACTOR
 from .formats import read_state
-from .vae import StreamingDecoder, VaeState, to_uint8
+from .vae import Decoder, StreamingDecoder, VaeState
 
 LEVELS = ((256, 1, 128), (128, 2, 64), (64, 2, 64))
 """Per level, each of which doubles height and width: channels, frames for each frame, channels of the next level."""
@@ -73,26 +73,11 @@ class TinyVae(nn.Module):
         return next(self.parameters()).dtype
 
 
-class TinyDecoder:
+class TinyDecoder(Decoder):
     """Decodes latents as they come, as ``vae.StreamingDecoder`` does; it keeps nothing between calls."""
 
     def __init__(self, vae: TinyVae) -> None:
         self.vae = vae
-
-    def decode(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
-        """Decode the normalised latents that follow ``state`` to uint8 frames [B, F, H, W, 3] on the CPU."""
-        frames, after = self.decode_in_place(latents_BCFHW, state)
-        return frames.cpu(), after
-
-    def decode_in_place(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
-        """Like ``decode``, with the frames left on the weights' device."""
-        frames, after = self._decode(latents_BCFHW, state)
-        return to_uint8(frames), after
-
-    def decode_float(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
-        """Like ``decode``, with float32 frames in [0, 1]."""
-        frames, after = self._decode(latents_BCFHW, state)
-        return frames.cpu(), after
 
     @torch.no_grad()
     def _decode(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
@@ -107,7 +92,7 @@ class TinyDecoder:
         return torch.cat(frames, dim=1), state
 
 
-def decoder_for(vae: Any, *, channels_last: bool | None = None) -> StreamingDecoder | TinyDecoder:
+def decoder_for(vae: Any, *, channels_last: bool | None = None) -> Decoder:
     """Return what decodes with ``vae``: a Wan autoencoder or a tiny one; ``channels_last`` is for the former."""
     return TinyDecoder(vae) if isinstance(vae, TinyVae) else StreamingDecoder(vae, channels_last=channels_last)
 

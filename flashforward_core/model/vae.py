@@ -9,15 +9,13 @@ Shape letters: B batch, C channels, F frames, H height, W width (latent or pixel
 
 from __future__ import annotations
 
-import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..specs import TEMPORAL_FACTOR
@@ -25,8 +23,6 @@ from .vae_layers import CausalCache, Options, decode_raw, encode_moments, requir
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
-
-PREVIEW_FILE = "preview.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +41,33 @@ class VaeState:
         return VaeState(tuple(change(feature) for feature in self.features))
 
 
-class StreamingDecoder:
+class Decoder(ABC):
+    """Decodes normalised latents [B, C, F, h, w] as they come, with what it needs of the past in a state."""
+
+    def decode(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
+        """Decode the latents that follow ``state`` (None at the start) to uint8 frames [B, F, H, W, 3] on the CPU.
+
+        The first latent frame of a video gives one frame, every other one four. ``state`` is not changed.
+        """
+        frames, after = self.decode_in_place(latents_BCFHW, state)
+        return frames.cpu(), after
+
+    def decode_in_place(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
+        """Like ``decode``, with the frames left on the autoencoder's device, so that nothing waits for it."""
+        frames, after = self._decode(latents_BCFHW, state)
+        return to_uint8(frames), after
+
+    def decode_float(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
+        """Like ``decode``, with float32 frames in [0, 1], as ComfyUI's IMAGE has them."""
+        frames, after = self._decode(latents_BCFHW, state)
+        return frames.cpu(), after
+
+    @abstractmethod
+    def _decode(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
+        """Decode to float32 frames [B, F, H, W, 3] in [0, 1] on the weights' device."""
+
+
+class StreamingDecoder(Decoder):
     """Decode latents as they come. It keeps nothing between calls, so several rollouts may share it."""
 
     def __init__(
@@ -67,24 +89,6 @@ class StreamingDecoder:
         self.vae = vae
         self._as_conv2d = as_conv2d
         self._channels_last = channels_last
-
-    def decode(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
-        """Decode the latents that follow ``state`` (None at the start) to uint8 frames [B, F, H, W, 3] on the CPU.
-
-        The first latent frame of a video gives one frame, every other one four. ``state`` is not changed.
-        """
-        frames, after = self.decode_in_place(latents_BCFHW, state)
-        return frames.cpu(), after
-
-    def decode_in_place(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
-        """Like ``decode``, with the frames left on the autoencoder's device, so that nothing waits for it."""
-        frames, after = self._decode(latents_BCFHW, state)
-        return to_uint8(frames), after
-
-    def decode_float(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
-        """Like ``decode``, with float32 frames in [0, 1], as ComfyUI's IMAGE has them."""
-        frames, after = self._decode(latents_BCFHW, state)
-        return frames.cpu(), after
 
     @torch.no_grad()
     def _decode(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
@@ -193,39 +197,3 @@ class Preview:
         """Project normalised latents to uint8 RGB [B, F, h, w, 3] on the CPU."""
         x = latents_BCFHW.detach().float().cpu().movedim(1, -1)
         return to_uint8(x @ torch.tensor(self.weight) + torch.tensor(self.bias))
-
-    def save(self, folder: Path) -> None:
-        (folder / PREVIEW_FILE).write_text(json.dumps({"weight": self.weight, "bias": self.bias}) + "\n")
-
-
-def load_preview(folder: Path | None, *, channels: int = 16) -> Preview:
-    """Read the autoencoder folder's ``preview.json``; without one, show the first three channels' mean as grey.
-
-    Raises ``ValueError`` for a file that does not fit ``channels``.
-    """
-    path = None if folder is None else folder / PREVIEW_FILE
-    if path is None or not path.exists():
-        share = [(1 / 12,) * 3 if channel < 3 else (0.0,) * 3 for channel in range(channels)]  # mean / 4: ±2σ fit
-        return Preview(weight=tuple(share), bias=(0.5, 0.5, 0.5))
-    data = json.loads(path.read_text())
-    weight, bias = data["weight"], data["bias"]
-    if len(weight) != channels or any(len(row) != 3 for row in [*weight, bias]):
-        raise ValueError(f"{path} does not hold a {channels}x3 weight and 3 biases; write it with fit_preview")
-    return Preview(weight=tuple(tuple(row) for row in weight), bias=tuple(bias))
-
-
-def fit_preview(latents_BCFHW: Tensor, frames_BFHWC: Tensor) -> Preview:
-    """Fit the projection by least squares to clips (uint8) and their normalised latents, both on one device."""
-    target = _latent_sized(frames_BFHWC.float() / 255).reshape(-1, 3)
-    inputs = latents_BCFHW.float().movedim(1, -1).flatten(0, 3)
-    inputs = torch.cat((inputs, inputs.new_ones(len(inputs), 1)), dim=1)
-    solution = torch.linalg.lstsq(inputs.double().cpu(), target.double().cpu()).solution.tolist()
-    return Preview(weight=tuple(tuple(row) for row in solution[:-1]), bias=tuple(solution[-1]))
-
-
-def _latent_sized(frames_BFHWC: Tensor) -> Tensor:
-    """Mean colour [B, f, h, w, 3] of what each latent pixel covers: 8x8 pixels, four frames (one for the first)."""
-    x = frames_BFHWC.movedim(-1, 1)
-    first = F.avg_pool3d(x[:, :, :1], (1, 8, 8))
-    rest = F.avg_pool3d(x[:, :, 1:], (TEMPORAL_FACTOR, 8, 8)) if x.shape[2] > 1 else first[:, :, :0]
-    return torch.cat((first, rest), dim=2).movedim(1, -1)

@@ -108,13 +108,9 @@ def _vae(args: argparse.Namespace, accelerator: Accelerator) -> None:
     )
     if accelerator.is_main_process:
         vae = vae.eval().float()
-        if args.decoder_only:
-            shutil.copytree(args.init, args.out / "vae", dirs_exist_ok=True)  # its latents' statistics and preview hold
-            save_vae(vae, args.out / "vae")
-        else:
-            preview = measure_latents(vae, range(16), frames=161, device=device)
-            save_vae(vae, args.out / "vae")
-            preview.save(args.out / "vae")
+        if not args.decoder_only:  # its latents are those of --init, and so are their statistics
+            measure_latents(vae, range(16), frames=161, device=device)
+        save_vae(vae, args.out / "vae")
         _measure_vae(args, device)
 
 

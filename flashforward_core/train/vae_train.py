@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from diffusers import AutoencoderKLWan
 from torch import Tensor, nn
 
-from flashforward_core.model.vae import Preview, fit_preview
 from flashforward_core.scenes import sample_scene
 from flashforward_core.specs import TEMPORAL_FACTOR
 from flashforward_core.train.loop import LoopConfig, train
@@ -173,18 +172,12 @@ def train_vae(
 
 
 @torch.inference_mode()
-def measure_latents(vae: AutoencoderKLWan, seeds: Sequence[int], *, frames: int, device: torch.device) -> Preview:
-    """Write the latents' per-channel mean and deviation into ``vae``'s config; return the fitted preview."""
-    latents, videos = [], []
-    for seed in seeds:
-        video = render_scene(sample_scene(seed, anytime=True), frames, device=device)[0].unsqueeze(0)
-        latents.append(encode_mean(vae, video).float())
-        videos.append(((video + 1) * 127.5).round().clamp(0, 255).byte().movedim(1, -1))
-    z = torch.cat(latents)
+def measure_latents(vae: AutoencoderKLWan, seeds: Sequence[int], *, frames: int, device: torch.device) -> None:
+    """Write the latents' per-channel mean and deviation into ``vae``'s config."""
+    clips = (render_scene(sample_scene(seed, anytime=True), frames, device=device)[0] for seed in seeds)
+    z = torch.cat([encode_mean(vae, clip.unsqueeze(0)).float() for clip in clips])
     mean, std = z.mean((0, 2, 3, 4)), z.std((0, 2, 3, 4))
     vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
-    unit = (z - mean.view(1, -1, 1, 1, 1)) / std.view(1, -1, 1, 1, 1)
-    return fit_preview(unit, torch.cat(videos))
 
 
 def freeze_encoder(vae: AutoencoderKLWan) -> None:

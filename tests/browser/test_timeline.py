@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,20 +17,11 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.append(str(ROOT / "scripts"))
 
-from comfy_host import Server, provisioned  # noqa: E402
+from comfy_host import Server  # noqa: E402
 
 pytestmark = pytest.mark.browser
 Json = dict[str, Any]
 NINE_LATENTS_S = 33 / 16
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    host = provisioned()
-    if host is None:
-        pytest.skip("no ComfyUI here; run: python3 scripts/comfy_host.py provision --dev")
-    with Server(host=host, cpu=True, data=tmp_path_factory.mktemp("comfyui")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -1,20 +1,15 @@
 """Streaming decode equals decoding the whole clip with diffusers, which is the oracle."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from flashforward_core.model.vae import (
-    Preview,
     StreamingDecoder,
     VaeState,
     denormalise,
     encode_frames,
-    fit_preview,
-    load_preview,
     normalise,
     to_uint8,
 )
@@ -133,23 +128,3 @@ def test_another_autoencoder_is_refused_by_name() -> None:
     other = AutoencoderKLWan(base_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False], patch_size=2)
     with pytest.raises(ValueError, match="patch_size=2"):
         StreamingDecoder(other)
-
-
-def test_fitted_preview_recovers_a_linear_colour_map(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(2)
-    latents = torch.randn(2, 16, 3, 4, 6, generator=generator) * 0.5
-    true = Preview(weight=tuple((0.02, 0.01 * i / 16, -0.02) for i in range(16)), bias=(0.4, 0.5, 0.6))
-    colours = true.frames(latents)  # [2, 3, 4, 6, 3], constant over what each latent pixel covers
-    frames = colours.repeat_interleave(8, 2).repeat_interleave(8, 3)[:, [0] + [1] * 4 + [2] * 4]
-    fit_preview(latents, frames).save(tmp_path)
-    shown = load_preview(tmp_path).frames(latents)
-    assert (shown.int() - colours.int()).abs().max() <= 1  # the fit saw colours rounded to bytes
-
-
-def test_preview_without_a_file_shows_grey_and_a_wrong_file_names_itself(tmp_path: Path) -> None:
-    latents = torch.randn(1, 16, 2, 4, 6)
-    shown = load_preview(tmp_path).frames(latents)
-    assert shown.shape == (1, 2, 4, 6, 3) and torch.equal(shown[..., 0], shown[..., 2])
-    (tmp_path / "preview.json").write_text('{"weight": [[0, 0, 0]], "bias": [0, 0, 0]}')
-    with pytest.raises(ValueError, match=r"preview\.json"):
-        load_preview(tmp_path)
