@@ -1,6 +1,7 @@
 """A small random backbone and the rollouts that fit it, for every test of the engine."""
 
 import random
+import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -16,6 +17,10 @@ from flashforward_core.model.transformer import CausalWanTransformer
 from flashforward_core.specs import AnchorPlan, History, RolloutSpec, StageSchedule, VideoShape
 
 TINY = WanConfig(name="tiny", dim=48, ffn_dim=64, num_heads=2, num_layers=2, text_dim=12, text_len=5, freq_dim=32)
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; the tests of ctrl-C need it back
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Rig:

@@ -87,6 +87,7 @@ def test_every_schedule_gives_one_machines_bytes(rig: Any, site: Site, anchor_kv
 
 
 def test_anchors_and_a_render_of_them_use_the_same_lanes(rig: Any, site: Site) -> None:
+    assert_good(rig, site)  # the lanes are there
     before = {process.pid for process in site.lane_processes()}
     results = []
     for devices in (DevicePlan(devices=("cpu",)), site.devices):
@@ -102,6 +103,7 @@ def test_anchors_and_a_render_of_them_use_the_same_lanes(rig: Any, site: Site) -
 
 
 def test_a_cancel_ends_the_render_and_the_lanes_stay(rig: Any, site: Site) -> None:
+    assert_good(rig, site)  # the lanes are there
     before = {process.pid for process in site.lane_processes()}
     seen: list[Event] = []
 
@@ -119,6 +121,7 @@ def test_a_cancel_ends_the_render_and_the_lanes_stay(rig: Any, site: Site) -> No
 
 
 def test_a_failed_task_names_itself_and_the_lanes_stay(rig: Any, site: Site) -> None:
+    assert_good(rig, site)  # the lanes are there
     before = {process.pid for process in site.lane_processes()}
     bad = [text.clone().fill_(torch.nan) for text in rig.texts()]
     with pytest.raises(TaskFailed, match="planner/denoise/b0/s0: anchor block 0 is not finite") as caught:
