@@ -69,7 +69,7 @@ VAE_STAGES = ((0.1, 1, 256), (0.25, 17, 16), (0.3, 49, 8), (0.35, 129, 3))
 autoencoder remembers: without them it drifts after the longest clip it has seen."""
 
 
-EVEN = 8.0  # at 8, half a decibel between frames is a weight of 2.5
+EVEN = 0.2  # at 0.2, a quarter of a decibel between frames pulls ten times as hard as what is left of the errors
 
 
 def _vae(args: argparse.Namespace, accelerator: Accelerator) -> None:

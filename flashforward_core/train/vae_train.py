@@ -71,26 +71,25 @@ class VaeLoss:
     first_frame: float = 8.0
     kl: float = 3e-5
     even: float = 0.0
-    """Frames that come out worse than the best count more, by their squared errors' ratio to this power."""
+    """Weight of frames' differences in dB, where better ones give way to worse ones (``by_place_and_age``)."""
 
 
-SETTLING = (1, 2, 3, 4, 5, 7, 10)
-"""First latent frames of the groups in which a clip's frames are compared: they get better as the past fills up."""
-MOST_EVEN = 6.0  # no frame counts more than so many times the best one
+SETTLED = (4, 5, 6, 7, 9, 12, 18, 25)
+"""First latent frames of the groups in which frames are compared; before frame 13 the past is still filling up."""
+MEMORY = 0.97  # of the running mean of frames' differences, per step: clips differ more than places do
 
 
-def even_weights(error_BCFHW: Tensor, power: float) -> Tensor:
-    """Weigh frames [F] by their squared error relative to the least, to ``power``; latent frame 0 weighs 1.
+def by_place_and_age(error_BCFHW: Tensor) -> Tensor:
+    """Return PSNRs in dB [G, 4], averaged over clips: by age of the latent (``SETTLED``) and place in its four frames.
 
-    Frames are compared by their place among the four of a latent frame and by the latent's age (``SETTLING``).
+    Raises ``ValueError`` for fewer than 17 frames, whose latents are all younger than that.
     """
-    by_place = (error_BCFHW.detach().float() ** 2).mean((0, 1, 3, 4))[1:].unflatten(0, (-1, TEMPORAL_FACTOR))
-    starts = [start - 1 for start in SETTLING if start <= len(by_place)]
-    ends = [*starts[1:], len(by_place)]
-    groups = [by_place[a:b].mean(0, keepdim=True).expand(b - a, -1) for a, b in zip(starts, ends, strict=True)]
-    means = torch.cat(groups)
-    weights = (means / means.min()).pow(power).clamp(max=MOST_EVEN).flatten()
-    return torch.cat((weights.new_ones(1), weights))
+    if error_BCFHW.shape[2] < 17:
+        raise ValueError(f"frames={error_BCFHW.shape[2]} has no settled latent to compare; use 17 or more")
+    per_frame = decibels((error_BCFHW.float() ** 2).mean((1, 3, 4))).mean(0)
+    by_place = per_frame[1:].unflatten(0, (-1, TEMPORAL_FACTOR))
+    starts = [start - 1 for start in SETTLED if start <= len(by_place)]
+    return torch.stack([part.mean(0) for part in by_place.tensor_split(starts)[1:]])
 
 
 class VaeStep(nn.Module):
@@ -102,6 +101,7 @@ class VaeStep(nn.Module):
         self.weights = weights
         self.as_conv2d = as_conv2d
         self.autocast = autocast
+        self.register_buffer("differences", torch.zeros(len(SETTLED), TEMPORAL_FACTOR))
 
     def forward(self, video: Tensor, mask: Tensor, noise: Tensor) -> dict[str, Tensor]:
         """Return the losses; ``noise`` [B, 16, f, h, w] samples the posterior."""
@@ -116,12 +116,12 @@ class VaeStep(nn.Module):
         weight = 1 + w.sprite * mask
         weight[:, :, 0] *= w.first_frame
         error = out - video
-        if w.even > 0 and video.shape[2] > 1:
-            weight = weight * even_weights(error, w.even).view(-1, 1, 1)
         weight = weight / weight.mean()
         rows = (out.diff(dim=3) - video.diff(dim=3)).abs().mean()
         columns = (out.diff(dim=4) - video.diff(dim=4)).abs().mean()
         loss = (weight * (error.abs() + w.mse * error**2)).mean() + w.gradient * (rows + columns)
+        if w.even > 0:
+            loss = loss + w.even * self._unevenness(error)
         mse = (error**2).mean()
         sprite_mse = (error**2 * mask).sum() / (3 * mask.sum()).clamp(min=1)
         return {
@@ -129,7 +129,16 @@ class VaeStep(nn.Module):
             "psnr": decibels(mse),
             "sprite_psnr": decibels(sprite_mse),
             "kl": kl,
+            "uneven": self.differences.max() - self.differences.min(),
         }
+
+    def _unevenness(self, error: Tensor) -> Tensor:
+        """Sum up frames' PSNRs, each times how much better than the mean such frames have been lately."""
+        psnr = by_place_and_age(error)
+        seen = self.differences[: len(psnr)]
+        if self.training:
+            seen.lerp_(psnr.detach() - psnr.detach().mean(), 1 - MEMORY)
+        return (seen.clone() * psnr).mean()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from flashforward_core.train.vae_train import (
-    MOST_EVEN,
     ClipPool,
     VaeLoss,
     VaeStage,
-    even_weights,
+    VaeStep,
+    by_place_and_age,
     freeze_encoder,
     new_vae,
     train_vae,
@@ -20,25 +21,37 @@ from flashforward_core.train.vae_train import (
 pytestmark = pytest.mark.cpu
 
 
-def test_frames_that_come_out_alike_weigh_alike() -> None:
-    weights = even_weights(torch.ones(2, 3, 29, 4, 4), 8.0)
-    assert torch.equal(weights, torch.ones(29))
+def clip_error(frames: int, **psnr: float) -> Tensor:
+    """An error of 30 dB everywhere but in the frames named ``f13=31.0``."""
+    error = torch.ones(1, 3, frames, 2, 2)
+    for frame in range(frames):
+        error[:, :, frame] *= 2 * 10 ** (-psnr.get(f"f{frame}", 30.0) / 20)
+    return error
 
 
-def test_the_worse_half_of_a_latent_frame_counts_more() -> None:
-    error = torch.ones(1, 3, 29, 2, 2)
-    worse = [frame for frame in range(1, 29) if (frame - 1) % 4 < 2]
-    error[:, :, worse] = 1.1**0.5
-    weights = even_weights(error, 4.0)
-    torch.testing.assert_close(weights[worse], torch.full((14,), 1.1**4))
-    others = [frame for frame in range(29) if frame not in worse]
-    assert torch.equal(weights[others], torch.ones(15))
+def test_frames_are_compared_by_place_and_age_once_settled() -> None:
+    later_first_places = {f"f{frame}": 28.0 for frame in range(33, 129, 4)}
+    psnr = by_place_and_age(clip_error(129, f12=20.0, f13=31.0, f20=33.0, **later_first_places))
+    expected = torch.full((8, 4), 30.0)
+    expected[0, 0], expected[1, 3] = 31.0, 33.0
+    expected[4, 0] = 28.0  # latents 9 to 11 begin with frames 33, 37 and 41
+    expected[5:, 0] = 28.0
+    torch.testing.assert_close(psnr, expected)
 
 
-def test_no_frame_takes_over() -> None:
-    error = torch.ones(1, 3, 29, 2, 2)
-    error[:, :, 1:5] = 100.0
-    assert even_weights(error, 8.0).max() == MOST_EVEN
+def test_a_clip_too_short_to_settle_is_refused() -> None:
+    with pytest.raises(ValueError, match="frames=13 has no settled latent to compare; use 17 or more"):
+        by_place_and_age(clip_error(13))
+
+
+def test_better_frames_give_way_to_worse_ones() -> None:
+    step = VaeStep(new_vae(), VaeLoss(even=1.0), as_conv2d=False, autocast=False)
+    error = clip_error(33, f13=31.0, f18=29.0).requires_grad_()
+    step._unevenness(error).backward()
+    pull = (error.grad * error).sum((0, 1, 3, 4))  # of the loss on the size of each frame's error
+    assert pull[13] < 0 < pull[18]
+    assert pull[18] == pull.max()
+    assert pull[13] == pull.min()
 
 
 def test_a_frozen_encoder_keeps_its_latents_and_the_decoder_learns(tmp_path: Path) -> None:
@@ -46,8 +59,8 @@ def test_a_frozen_encoder_keeps_its_latents_and_the_decoder_learns(tmp_path: Pat
     vae = new_vae()
     before = {name: value.clone() for name, value in vae.state_dict().items()}
     freeze_encoder(vae)
-    stage = VaeStage(frames=5, batch=1, steps=1, lr=1e-3, max_s=600.0)
-    pool = ClipPool(range(1), 5, device=torch.device("cpu"))
+    stage = VaeStage(frames=17, batch=1, steps=1, lr=1e-3, max_s=600.0)
+    pool = ClipPool(range(1), 17, device=torch.device("cpu"))
     after = train_vae(
         vae,
         [stage],
@@ -56,7 +69,7 @@ def test_a_frozen_encoder_keeps_its_latents_and_the_decoder_learns(tmp_path: Pat
         accelerator=Accelerator(cpu=True),
         seed=0,
         as_conv2d=False,
-        loss=VaeLoss(even=8.0),
+        loss=VaeLoss(even=1.0),
     ).state_dict()
     changed = {name.split(".")[0] for name, value in after.items() if not torch.equal(value, before[name])}
     assert changed == {"decoder", "post_quant_conv"}
