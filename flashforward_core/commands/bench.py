@@ -7,6 +7,7 @@ SUITES = {
     "latency": ("forwards, rollouts, decoding and whole jobs, in seconds", ".bench_latency"),
     "memory": ("peaks of memory beside their predictions, with and without what saves memory", ".bench_memory"),
     "quality": ("flicker, seams, drift, motion and faithfulness of each schedule's videos", ".bench_quality"),
+    "ray": ("a rollout on Ray lanes beside one on lanes of this process, and what Ray adds per task", ".bench_ray"),
     "policies": ("KV policies against the full cache, and what they rest on", ".bench_policies"),
 }
 """Name -> (help, module of this package with ``add_arguments(parser)`` and ``run(args) -> int``)."""

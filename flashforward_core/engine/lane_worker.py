@@ -61,9 +61,13 @@ class LaneWorker:
     """Runs a lane's share of one rollout after the other."""
 
     def __init__(self, name: str, device: str, num_threads: int) -> None:
-        """``num_threads`` is the caller's: kernels may split their sums by it."""
+        """``num_threads`` is the caller's: kernels may split their sums by it.
+
+        ``device`` is ``cpu`` or ``cuda``, the GPU that this process has been given: the only one it sees.
+        """
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes to it
-        self._device, self._num_threads = torch.device(device), num_threads
+        self._device = torch.device("cuda:0" if device == "cuda" else device)
+        self._num_threads = num_threads
         self._lane_name = name
         self._lane: CallerLane | None = None
         self._backbone: Backbone | None = None

@@ -30,6 +30,7 @@ DIAL_S = 5.0
 STAY = ("RAY_gcs_rpc_server_reconnect_timeout_s", "1000000")  # else Ray ends this process a minute after its head died
 HEAD_TRIES = 5  # a head that is restarted may miss a few
 CORE = Path(__file__).resolve().parent.parent
+RUNTIME = {"py_modules": [str(CORE)]}  # the lanes run this very version
 CheckCancel = Callable[[], None]
 
 
@@ -79,7 +80,7 @@ def connect(address: str) -> Any:
         try:
             ray.init(
                 address=address,
-                runtime_env={"py_modules": [str(CORE)]},  # the lanes run this very version
+                runtime_env=RUNTIME,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
@@ -89,6 +90,34 @@ def connect(address: str) -> Any:
                 "with the same Python and Ray as the cluster's"
             ) from error
     return ray
+
+
+@contextlib.contextmanager
+def local_cluster(*, gpus: int = 0) -> Iterator[str]:
+    """Start a cluster of this machine alone, yield its address, and end it. For measuring; ``ray`` must be installed.
+
+    A process that is connected to a cluster already raises ``ValueError``.
+    """
+    os.environ.setdefault(*STAY)
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError("ray=local needs Ray; install it: pip install 'ray>=2.49,<3'") from error
+    if ray.is_initialized():
+        raise ValueError("ray=local, but this process is connected to a cluster; use ray=auto")
+    with _own_handlers():
+        ray.init(
+            address="local",
+            num_gpus=gpus,
+            include_dashboard=False,
+            runtime_env=RUNTIME,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    try:
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        ray.shutdown()
 
 
 def check_address(address: str) -> None:
@@ -314,6 +343,8 @@ class Fleet:
             return
         self.closed = True
         self.head.close()
+        if not self.ray.is_initialized():  # Ray would start a cluster to end a lane in
+            return
         for actor in self.actors:
             with contextlib.suppress(Exception):  # one that is gone already, or a cluster that is
                 self.ray.kill(actor)

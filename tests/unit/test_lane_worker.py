@@ -61,3 +61,8 @@ def test_what_is_no_address_is_refused(address: str) -> None:
 @pytest.mark.parametrize("address", ["auto", "10.0.0.1:6379", "head.example.org:6379"])
 def test_addresses_are_not_dialled_to_be_checked(address: str) -> None:
     check_address(address)
+
+
+def test_a_gpu_lane_names_the_only_gpu_that_it_sees() -> None:
+    """Without an index a device is no other tensor's device, and weights would be copied onto their own GPU."""
+    assert LaneWorker("lane0", "cuda", 1)._device == torch.device("cuda:0")
