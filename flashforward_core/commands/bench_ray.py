@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from ..engine.budget import sizes_of
 from ..engine.events import TaskSpan
 from ..engine.forward import CHOICES
 from ..engine.lanes import DevicePlan
@@ -29,6 +30,7 @@ from .bench_engine import WARM_LATENTS, Bench
 from .bench_models import PRECISIONS
 
 LOCAL = "local"
+SPARE_BYTES = 1 << 30
 HERE, RAY = "in_process", "ray"
 
 
@@ -62,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         check_address(args.ray)
     args.attention = [args.attention]
     (bench,) = Bench.each(args)
-    with _cluster(args.ray) as address:
+    with _cluster(bench) as address:
         for devices in args.devices:
             plan = bench.plan(devices, layout=args.layout)
             _compare(bench, {HERE: plan, RAY: replace(plan, ray_address=address)}, pairs=args.repeats)
@@ -70,9 +72,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _cluster(address: str) -> Iterator[str]:
+def _cluster(bench: Bench) -> Iterator[str]:
     """Yield the address to run at: of a cluster that lives as long as the context, if it is to be a local one."""
-    own = local_cluster(gpus=torch.cuda.device_count()) if address == LOCAL else contextlib.nullcontext(address)
+    own: contextlib.AbstractContextManager[str] = contextlib.nullcontext(bench.args.ray)
+    if bench.args.ray == LOCAL:
+        sizes = sizes_of(bench.backbone)  # weights are sent once, whole; the rest is latents, and KV of anchors
+        store_bytes = SPARE_BYTES + 2 * (sizes.outer_bytes + sizes.blocks_bytes)
+        own = local_cluster(gpus=torch.cuda.device_count(), store_bytes=store_bytes)
     with own as found:
         try:
             yield found

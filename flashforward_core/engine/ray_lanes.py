@@ -93,10 +93,11 @@ def connect(address: str) -> Any:
 
 
 @contextlib.contextmanager
-def local_cluster(*, gpus: int = 0) -> Iterator[str]:
+def local_cluster(*, gpus: int, store_bytes: int) -> Iterator[str]:
     """Start a cluster of this machine alone, yield its address, and end it. For measuring; ``ray`` must be installed.
 
-    A process that is connected to a cluster already raises ``ValueError``.
+    ``store_bytes`` of memory hold what lanes are sent. A process that is connected to a cluster already raises
+    ``ValueError``.
     """
     os.environ.setdefault(*STAY)
     try:
@@ -109,6 +110,7 @@ def local_cluster(*, gpus: int = 0) -> Iterator[str]:
         ray.init(
             address="local",
             num_gpus=gpus,
+            object_store_memory=store_bytes,
             include_dashboard=False,
             runtime_env=RUNTIME,
             log_to_driver=False,
