@@ -1,13 +1,14 @@
 """Tables, plots and findings from the rows of ``bench quality``: nothing in the page is typed."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ..metrics.plot import require_matplotlib
 from .bench_rows import Row, read_rows
+from .quality_looks import read_looks, save_curves, save_sheet
 
 TITLES = {
     "flicker": "flicker (1 is still)",
@@ -20,8 +21,11 @@ TITLES = {
     "palette_drift": "palette drift",
     "faithfulness": "faithfulness",
 }
-ORDER = ("flashforward", "clean_history", "self_forcing", "hiar", "no_anchors", "pasted_anchors")
+ORDER = ("drawn", "flashforward", "clean_history", "self_forcing", "hiar", "no_anchors", "pasted_anchors")
 Z_95 = 1.96
+FPS = 16.0
+PERIODS = {"chunks": 3, "anchors": 10}
+BY_HAND = "<!-- From here on written by hand; generating the page again keeps it. -->"
 
 CLAIMS = (
     ("flicker", "no_anchors", "lower", "Without anchors the video flickers more than with them"),
@@ -33,6 +37,9 @@ CLAIMS = (
 )
 """(metric, variant, where its value should be against flashforward's, in words): what the paper leads to expect."""
 
+HELD = ("faithfulness", "palette_error", "drift_sharpness", "flicker")
+"""Metrics that should be the same at any length."""
+
 INTRODUCTION = """# Quality of the schedules, on the embedded model
 
 This page is generated: `python -m flashforward_core bench quality --from ROWS.json --report docs/quality.md`.
@@ -42,6 +49,7 @@ Every variant rendered the same {captions} held-out captions with the same seeds
 Flicker is VBench's; seams are the change at chunk or anchor borders over that nearby, minus 1 (0 is seamless); drift
 compares the first and last two seconds; palette error is the distance of sky and hills from the caption's colours, in
 levels of 255; faithfulness is the mean of sky, hills, the sprites' colours and the way they move, each 0 to 1.
+`drawn` is no model: the scenes that the captions name, as they are drawn, which is what a perfect model would give.
 """
 
 
@@ -53,29 +61,38 @@ def quality_rows(path: Path) -> list[Row]:
     return rows
 
 
-def write_report(rows: Sequence[Row], path: Path, *, frames: Path | None = None) -> None:
-    """Write the page to ``path`` and its plots into a folder of its name beside it.
+def write_report(rows: Sequence[Row], path: Path, *, looks: Path | None = None) -> None:
+    """Write the page to ``path`` and its pictures into a folder of its name beside it.
 
-    ``frames`` is a folder of frame sheets to show, which should lie beside the page too.
+    ``looks`` is the folder of frames and curves that ``bench quality --frames`` wrote. What the page has below its line
+    that says so was written by hand, and stays.
     """
     folder = path.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
-    plot = folder / "by_length.png"
-    save_plot(rows, plot)
+    save_plot(rows, folder / "by_length.png")
     parts = [_introduction(rows), "## What the paper leads to expect\n\n" + _findings(rows)]
-    parts.append(f"## By length\n\n![metrics by length]({_beside(plot, path)})\n")
+    parts.append("## Whether quality holds with length\n\n" + _growth(rows))
+    parts.append(f"## By length\n\n![metrics by length]({folder.name}/by_length.png)\n")
     for latents in _lengths(rows):
         parts.append(f"## {latents} latents ({_seconds(latents):.0f} s)\n\n" + _table(rows, latents))
-        sheet = None if frames is None else frames / f"frames_{latents}.jpg"
-        if sheet is not None and sheet.exists():
-            parts.append(f"One caption, from the first frame to the last:\n\n![frames]({_beside(sheet, path)})\n")
-    path.write_text("\n".join(parts), encoding="utf-8")
+        parts.append(_pictures(folder, looks, latents))
+    by_hand = path.read_text(encoding="utf-8").partition(BY_HAND)[2] if path.exists() else ""
+    text = "\n".join(part for part in parts if part)
+    path.write_text(text + (f"\n{BY_HAND}{by_hand}" if by_hand else ""), encoding="utf-8")
 
 
-def _beside(file: Path, page: Path) -> str:
-    folder = page.parent.resolve()
-    resolved = file.resolve()
-    return str(resolved.relative_to(folder)) if resolved.is_relative_to(folder) else str(file)
+def _pictures(folder: Path, looks: Path | None, latents: int) -> str:
+    """Draw what was kept of this length into ``folder`` and return the lines that show it."""
+    found = {} if looks is None else read_looks(looks, latents=latents)
+    if not found:
+        return ""
+    ordered = {name: found[name] for name in _ordered(found)}
+    save_sheet(ordered, folder / f"frames_{latents}.png")
+    save_curves(ordered, folder / f"curves_{latents}.png", fps=FPS, periods=PERIODS)
+    return (
+        f"Means over the captions:\n\n![curves]({folder.name}/curves_{latents}.png)\n\n"
+        f"One caption, from the first frame to the last:\n\n![frames]({folder.name}/frames_{latents}.png)\n"
+    )
 
 
 def _introduction(rows: Sequence[Row]) -> str:
@@ -94,7 +111,11 @@ def _lengths(rows: Sequence[Row]) -> list[int]:
 
 
 def _variants(rows: Sequence[Row]) -> list[str]:
-    found = {row["config"]["variant"] for row in rows}
+    return _ordered({row["config"]["variant"] for row in rows})
+
+
+def _ordered(names: Iterable[str]) -> list[str]:
+    found = set(names)
     return [name for name in ORDER if name in found] + sorted(found - set(ORDER))
 
 
@@ -140,6 +161,24 @@ def _findings(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _growth(rows: Sequence[Row]) -> str:
+    """Say how each variant's values at the greatest length differ from those at the least, caption by caption."""
+    shortest, longest = _lengths(rows)[0], _lengths(rows)[-1]
+    lines = [f"| from {shortest} to {longest} latents | " + " | ".join(TITLES[metric] for metric in HELD) + " |"]
+    lines.append("|---|" + "---|" * len(HELD))
+    for variant in _variants(rows):
+        cells = []
+        for metric in HELD:
+            short, long = (_row(rows, metric=metric, variant=variant, latents=n) for n in (shortest, longest))
+            if short is None or long is None or len(short["values"]) != len(long["values"]):
+                cells.append("–")
+                continue
+            mean, ci95 = paired_difference(short["values"], long["values"])
+            cells.append(f"{mean:+.3g} ± {ci95:.2g}")
+        lines.append(f"| {variant} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def verdict(mean: float, ci95: float, *, side: str) -> str:
     """Return ``yes`` or ``no, the opposite`` where 0 lies outside the interval, else ``no difference seen``."""
     if abs(mean) <= ci95:
@@ -162,19 +201,3 @@ def save_plot(rows: Sequence[Row], path: Path) -> None:
     labelled = next(place for place in axes if place.get_legend_handles_labels()[0])
     labelled.legend(fontsize="small")
     figure.savefig(path, dpi=100, format="png")
-
-
-def save_sheet(frames: Mapping[str, np.ndarray], path: Path) -> None:
-    """Write a picture with a row of frames [N, H, W, 3] per variant, named at its left."""
-    from PIL import Image, ImageDraw
-
-    margin = 110
-    names = [name for name in ORDER if name in frames] + sorted(set(frames) - set(ORDER))
-    strips = [np.concatenate(list(frames[name]), axis=1) for name in names]
-    picture = Image.new("RGB", (margin + strips[0].shape[1], sum(len(strip) for strip in strips)), "white")
-    draw, top = ImageDraw.Draw(picture), 0
-    for name, strip in zip(names, strips, strict=True):
-        picture.paste(Image.fromarray(strip), (margin, top))
-        draw.text((6, top + len(strip) // 2 - 6), name, fill="black")
-        top += len(strip)
-    picture.save(path, quality=85)

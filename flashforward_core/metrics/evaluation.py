@@ -64,6 +64,11 @@ def evaluate(
     """Measure a video of uint8 frames [F, H, W, 3], read once. Fewer than two frames raise ``ValueError``."""
     probe = None if scene is None else SceneProbe(words=scene)
     series = collect(chunks, on_frame=probe)
+    return evaluation_of(series, scene=None if probe is None else probe.report(fps=layout.fps), layout=layout)
+
+
+def evaluation_of(series: VideoSeries, *, scene: SceneReport | None, layout: Layout) -> Evaluation:
+    """Compute everything from what was kept of a video."""
     change = latent_change(series)
     latents = len(change) + 1
     between_chunks = chunk_seams(latents, chunk_frames=layout.chunk_frames)
@@ -73,7 +78,7 @@ def evaluate(
         seam_chunk=seam(change, seams=between_chunks, others=at_anchors, period=layout.chunk_frames),
         seam_anchor=seam(change, seams=at_anchors, others=between_chunks, period=layout.anchor_stride),
         drift=measure_drift(series, fps=layout.fps),
-        scene=None if probe is None else probe.report(fps=layout.fps),
+        scene=scene,
         series=series,
         spectrum=spectrum(change),
     )

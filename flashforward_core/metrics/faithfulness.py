@@ -77,29 +77,12 @@ class SceneProbe:
 
     def report(self, *, fps: float) -> SceneReport:
         """Judge all frames so far."""
-        strips, centres = np.stack(self._strips), np.stack(self._centres)
-        expected = _expected_strips(self.words.hills, self.words.sky)
-        error = 255 * np.linalg.norm(strips - expected, axis=2).mean(axis=1)
-        first, last = ends(len(error), fps=fps)
-        seen = [float(np.isfinite(centres[:, i, 0]).mean()) for i in range(len(self.words.movers))]
-        moves = [_moves_as(mover, centres[:, i]) for i, mover in enumerate(self.words.movers)]
-        return SceneReport(
-            sky=_share_nearest(
-                strips[:, :2], {sky: _expected_strips(self.words.hills, sky)[:2] for sky in SKIES}, self.words.sky
-            ),
-            hills=_share_nearest(
-                strips[:, 2:], {hills: _expected_strips(hills, self.words.sky)[2:] for hills in HILLS}, self.words.hills
-            ),
-            colour=float(np.mean([min(1.0, share / VISIBLE_SHARE) for share in seen])),
-            motion=float(np.mean(moves)),
-            palette_error=float(error.mean()),
-            palette_drift=float(error[last].mean() - error[first].mean()),
-        )
+        return judge(self.words, np.stack(self._strips), np.stack(self._centres), fps=fps)
 
     def _find(self, image_HWC: np.ndarray) -> np.ndarray:
         """Return each sprite's centre in pixels of the whole picture [sprites, 2]; NaN for too few pixels."""
-        background = _background(self.words, rows=image_HWC.shape[0])
-        others = np.stack([_squared(image_HWC, colour) for colour in background]).min(axis=0)
+        plain = background(self.words, rows=image_HWC.shape[0])
+        others = np.stack([_squared(image_HWC, colour) for colour in plain]).min(axis=0)
         by_colour = {name: _squared(image_HWC, np.array(rgb, np.float32)) for name, rgb in COLOURS.items()}
         nearest = np.minimum(others, np.stack(list(by_colour.values())).min(axis=0))
         centres = np.full((len(self.words.movers), 2), np.nan)
@@ -109,6 +92,31 @@ class SceneProbe:
             if len(rows) >= LEAST_PIXELS:
                 centres[i] = STEP * np.median(columns), STEP * np.median(rows)
         return centres
+
+
+def judge(words: SceneWords, strips_FSC: np.ndarray, centres_FM2: np.ndarray, *, fps: float) -> SceneReport:
+    """Judge a video by each frame's strips, in 0..1, and by its movers' centres in pixels, NaN where it is not seen."""
+    error = palette_error(words, strips_FSC)
+    first, last = ends(len(error), fps=fps)
+    seen = [float(np.isfinite(centres_FM2[:, i, 0]).mean()) for i in range(len(words.movers))]
+    moves = [_moves_as(mover, centres_FM2[:, i]) for i, mover in enumerate(words.movers)]
+    skies = {sky: _expected_strips(words.hills, sky)[:2] for sky in SKIES}
+    hills = {name: _expected_strips(name, words.sky)[2:] for name in HILLS}
+    return SceneReport(
+        sky=_share_nearest(strips_FSC[:, :2], skies, words.sky),
+        hills=_share_nearest(strips_FSC[:, 2:], hills, words.hills),
+        colour=float(np.mean([min(1.0, share / VISIBLE_SHARE) for share in seen])),
+        motion=float(np.mean(moves)),
+        palette_error=float(error.mean()),
+        palette_drift=float(error[last].mean() - error[first].mean()),
+    )
+
+
+def palette_error(words: SceneWords, strips_FSC: np.ndarray) -> np.ndarray:
+    """Return the distance of sky and hills from the caption's colours in each frame, in levels of 255 [F]."""
+    expected = _expected_strips(words.hills, words.sky)
+    found: np.ndarray = 255 * np.linalg.norm(strips_FSC - expected, axis=2).mean(axis=1)
+    return found
 
 
 def _expected_strips(hills: str, sky: str) -> np.ndarray:
@@ -122,7 +130,7 @@ def _share_nearest(strips_FSC: np.ndarray, choices: dict[str, np.ndarray], right
     return float((distance.argmin(axis=0) == list(choices).index(right)).mean())
 
 
-def _background(words: SceneWords, *, rows: int) -> list[np.ndarray]:
+def background(words: SceneWords, *, rows: int) -> list[np.ndarray]:
     """Return the colours that are no sprite: the sky by row [rows, 1, 3], then hills, sun and sails [3]."""
     sky = np.array([sky_colour(words.sky, STEP * row) for row in range(rows)], np.float32)
     plain = (near_hill_colour(words.hills, words.sky), far_hill_colour(words.hills, words.sky), disc_colour(words.sky))

@@ -2,10 +2,7 @@
 
 from collections.abc import Mapping
 
-import numpy as np
-
-from ..scenes import parse_caption
-from .evaluation import Layout, evaluate
+from .evaluation import Evaluation
 
 METRICS: Mapping[str, str] = {
     "flicker": "1",
@@ -21,15 +18,8 @@ METRICS: Mapping[str, str] = {
 """Names and units of what is measured of each video."""
 
 
-def numbers(video_FHWC: np.ndarray, caption: str) -> dict[str, float]:
-    """Return one value per metric; a video that is too short for seams has none of those.
-
-    Raises ``ValueError`` for a caption of no procedural scene.
-    """
-    scene = parse_caption(caption)
-    if scene is None:
-        raise ValueError("caption describes no procedural scene, so faithfulness has no measure; use one that does")
-    found = evaluate([video_FHWC], scene=scene, layout=Layout())
+def numbers(found: Evaluation) -> dict[str, float]:
+    """Return one value per metric of a procedural scene's evaluation; a video too short for seams has none of those."""
     assert found.scene is not None
     seams = {"seam_chunk": found.seam_chunk, "seam_anchor": found.seam_anchor}
     return {
