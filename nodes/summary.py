@@ -247,14 +247,13 @@ def in_words(found: Prediction) -> str:
     about = "" if found.is_exact else "about "
     predicted = "unknown (not measured)" if found.predicted_s is None else f"{about}{found.predicted_s:.1f} s"
     anchors = f", anchors: {len(spec.anchor_positions())}" if spec.anchors is not None else ""
-    peak = max(found.render.timeline.peak_kv_bytes) / 2**20
     forwards = f"{counts['total']} forwards ({planner} planner, {counts['total'] - planner} renderer)"
     lines = [
         f"{shape.width}x{shape.height}, {shape.seconds:.2f} s: {shape.video_frames} frames at {shape.fps:g} fps",
         f"{shape.latent_frames} latent frames in {spec.num_chunks} chunks{anchors}",
         f"{spec.schedule}: {about}{forwards}",
         f"{', '.join(found.devices)}: layout {found.render.placement.layout}, {about}{found.rounds:g} rounds",
-        f"predicted time: {predicted}; KV at most {peak:.0f} MiB on a device",
+        f"predicted time: {predicted}",
     ]
     if largest := max(found.render.memory, key=lambda memory: memory.peak_bytes, default=None):
         lines.append(f"memory: {size(largest.peak_bytes)} on {largest.device} ({largest.parts()})")

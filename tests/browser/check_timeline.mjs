@@ -132,6 +132,21 @@ const fold = (page) =>
     return { shown, values: saved.widgets_values, state: saved.showAdvanced ?? false };
   });
 
+/** How high the Plan's text is, and the place that it has on the node. */
+const shownText = (page) =>
+  page.evaluate(() => {
+    const place = [...document.querySelectorAll(".dom-widget")].find((each) => each.innerText.includes("latent frames in"));
+    const text = place.firstElementChild;
+    const widget = window.planNode.widgets.find(({ name }) => name === "$$node-text-preview");
+    return {
+      lines: widget.value.split("\n").length,
+      needs: text.scrollHeight,
+      has: Math.min(text.clientHeight, place.clientHeight),
+      bottom: widget.y + widget.computedHeight,
+      node: window.planNode.size[1],
+    };
+  });
+
 async function save(page, title) {
   const [download] = await Promise.all([
     page.waitForEvent("download", PATIENCE),
@@ -173,6 +188,7 @@ const seen = await inEditor({ url, executablePath }, async (page) => {
   told.live = await run(page);
   told.saved = { before, after: await savedValues(page) };
   told.ran = await look(page);
+  told.text = await shownText(page);
   told.video = await play(page);
   await page.screenshot({ path: join(folder, "dark.png") });
   await setPalette(page, "light");

@@ -3,6 +3,7 @@
 import { app } from "../../../scripts/app.js";
 import { api } from "../../../scripts/api.js";
 import { FOLD, foldAdvanced } from "./folding.js";
+import { fitShownText } from "./shown_text.js";
 import { applyDone, applyPictures, applySpans, applyStop, indexPlan, noRuns, numLanes, wantedHeight } from "./timeline_model.js";
 import { TimelineView } from "./timeline_view.js";
 import { chromeTrace, exportJson } from "./timeline_words.js";
@@ -238,6 +239,7 @@ app.registerExtension({
     if (!String(typeOf(node)).startsWith("FlashForward")) return;
     saveInputsOnly(node);
     foldAdvanced(node);
+    chain(node, "onDrawForeground", () => fitShownText(node));
     if (typeOf(node) === PLAN) attach(node);
     if (typeOf(node) === DECODE) redrawWithVideo(node);
   },

@@ -41,7 +41,7 @@ function fold(widget, isHidden) {
 }
 
 /** Grow a node that is too small for its widgets; never take room away that the artist gave. */
-function makeRoom(node) {
+export function makeRoom(node) {
   const [width, height] = node.computeSize();
   node.setSize([Math.max(node.size[0], width), Math.max(node.size[1], height)]);
   node.setDirtyCanvas(true, true);
