@@ -76,7 +76,7 @@ def render_to_file(
 
     try:
         with writer:
-            return render(backbone, spec, texts, devices=devices, decode=True, on_event=on_event)
+            return render(backbone, spec, texts, devices=devices, decode=True, hold_latents=False, on_event=on_event)
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(_left_by(writer)) from error
     except LaneLost as error:

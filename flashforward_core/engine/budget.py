@@ -204,10 +204,12 @@ def fit_run(
     devices: DevicePlan,
     placed: Callable[[str], Placement],
     pages: PagePlan | None = None,
+    video: RolloutSpec | None = None,
 ) -> Fit:
     """Return how ``graph`` is run with the memory that there is now, or raise ``DoesNotFit``.
 
-    ``placed`` places it in the order that it is given.
+    ``placed`` places it in the order that it is given. ``video`` says how many latents and anchors are held, if not
+    those of ``spec``.
     """
     if devices.ray_address:  # each machine's memory is its own matter
         if devices.memory.offload == "on":
@@ -222,6 +224,7 @@ def fit_run(
         placed=placed,
         pages=pages,
         batch=batch,
+        video=video,
         movable=device_of(backbone).type == "cpu",
         already={name: count for name, count in streaming.items() if count is not None},
     )

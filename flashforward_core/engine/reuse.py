@@ -20,6 +20,7 @@ from ..model.roles import Backbone
 from ..specs import LATENT_CHANNELS, RolloutSpec
 from ..store import SlotStore
 from .forward import FastOptions
+from .lanes import LaneTensor
 from .ops import RunInputs
 
 
@@ -45,6 +46,8 @@ class Resume:
     """Clean latents of chunks and anchor blocks that need no forward, on the CPU; only to be read."""
     kv: Mapping[Slot, Tensor] = field(default_factory=dict)
     """Pages [2, blocks, B, tokens, H, D] on the CPU that tasks of ``graph`` read and none of them writes."""
+    states: Mapping[Slot, LaneTensor] = field(default_factory=dict)
+    """What an earlier part of the same rollout left on its lanes: a KV policy's states and the decoder's."""
     keep: frozenset[Slot] = frozenset()
     """Slots to copy to the host when they are written."""
     keys: Mapping[Slot, str] = field(default_factory=dict)

@@ -1,13 +1,11 @@
 """The façade: specs and weights in; anchors, latents, frames and a timeline out."""
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from ..graph.schedules import build_graph
@@ -23,7 +21,9 @@ from .events import AnchorBlockReady, ChunkReady, Event, FramesReady, LaneInfo, 
 from .executor import runner
 from .inputs import checked_inputs, empty_latents
 from .lanes import DevicePlan
+from .latent_file import HeldLatents, LatentFile, LatentSink
 from .ops import RunInputs
+from .parts import run_in_parts, runs_in_parts
 from .placement import Placement, lanes_for, place
 from .reuse import Resume, Reused, remember, resume, whole
 from .run import RunReport, bank_shape
@@ -51,7 +51,7 @@ class RenderResult:
     """A finished render."""
 
     latents_BCFHW: Tensor
-    """Normalised, float32 on the CPU."""
+    """Normalised, float32 on the CPU; without frames if they were not to be held."""
     timeline: Timeline
     """Measured; what was reused is not on it."""
     sha256: str
@@ -70,6 +70,7 @@ def render(
     devices: DevicePlan = DevicePlan(),  # noqa: B008 (frozen)
     decode: bool = False,
     reuse_bytes: int = 0,
+    hold_latents: bool = True,
     on_event: Callback | None = None,
     check_cancel: CheckCancel | None = None,
 ) -> RenderResult:
@@ -82,6 +83,8 @@ def render(
     ``check_cancel`` run on the calling thread, the latter at least every 50 ms; what they raise stops every lane within
     one forward and propagates. ``reuse_bytes`` of host memory hold what later renders with this backbone can go on
     from (see ``engine.reuse``); reused chunks arrive as events too, first. 0 reuses nothing and drops what is held.
+    A long rollout runs in parts (``engine.parts``), which reuse nothing, so that its memory does not grow; without
+    ``hold_latents`` finished latents are in no memory either, but in their events.
     Raises ``ValueError`` for inputs that do not fit, ``DoesNotFit`` for too little memory, ``TaskFailed`` when a task
     fails, ``LaneLost`` when a machine of a Ray cluster does.
     """
@@ -92,7 +95,53 @@ def render(
         raise ValueError(
             "decode='any' does not go with ray_address, since machines keep their decoder; use decode='own'"
         )
-    graph = build_graph(inputs.spec, decode=decode, given_anchors=anchors is not None)
+    out = _sink(backbone, inputs, held=hold_latents)
+    began = time.perf_counter()
+    if runs_in_parts(inputs.spec, devices):
+        _check_reuse(reuse_bytes)
+        backbone.store.shrink(0)
+        events = _Events(out, inputs.spec, on_event=on_event)
+        events.replay(_given_chunks(inputs))
+        placement, timeline = run_in_parts(
+            backbone,
+            inputs,
+            devices=devices,
+            decode=decode,
+            given_anchors=anchors is not None,
+            on_event=events,
+            check_cancel=check_cancel,
+        )
+        reused = Reused()
+    else:
+        graph = build_graph(inputs.spec, decode=decode, given_anchors=anchors is not None)
+        placement, timeline, reused = _run_whole(
+            backbone,
+            inputs,
+            graph=graph,
+            devices=devices,
+            out=out,
+            reuse_bytes=reuse_bytes,
+            on_event=on_event,
+            check_cancel=check_cancel,
+        )
+    digest = out.sha256()
+    _log_rollout(inputs.spec, placement, seconds=time.perf_counter() - began, sha256=digest, reused=reused)
+    held = out.out_BCFHW if isinstance(out, HeldLatents) else empty_latents(backbone, inputs, frames=0)
+    return RenderResult(latents_BCFHW=held, timeline=timeline, sha256=digest, reused=reused)
+
+
+def _run_whole(
+    backbone: Backbone,
+    inputs: RunInputs,
+    *,
+    graph: TaskGraph,
+    devices: DevicePlan,
+    out: LatentSink,
+    reuse_bytes: int,
+    on_event: Callback | None,
+    check_cancel: CheckCancel | None,
+) -> tuple[Placement, Timeline, Reused]:
+    """Run a rollout that is planned as one graph, or what earlier renders leave of it to run."""
     lanes = lanes_for(devices.resolve())
     run = _resume(graph, inputs, backbone, devices=devices, lanes=lanes, reuse_bytes=reuse_bytes)
 
@@ -104,10 +153,9 @@ def render(
     fit = fit_run(
         backbone, run.graph, spec=inputs.spec, batch=inputs.batch, devices=devices, placed=placed, pages=run.pages
     )
-    out = empty_latents(backbone, inputs, frames=inputs.spec.shape.latent_frames)
-    events = _Events(out, inputs.spec, on_event=on_event, skipped=len(graph) - len(run.graph))
-    began = time.perf_counter()
-    events.replay({slot: value for slot, value in inputs.given.items() if slot.space is Space.LATENT})
+    skipped = len(graph) - len(run.graph)
+    events = _Events(out, inputs.spec, on_event=on_event, skipped=skipped, keeps=bool(run.keys))
+    events.replay(_given_chunks(inputs))
     events.replay(run.latents)
     report = runner(devices.ray_address)(
         run.graph,
@@ -122,10 +170,19 @@ def render(
     )
     if run.keys:
         remember(run, store=backbone.store, latents=events.latents, kv=report.kept, budget=reuse_bytes)
-    digest = latents_sha256(out)
-    _log_rollout(inputs.spec, placement, seconds=time.perf_counter() - began, sha256=digest, reused=run.reused)
-    timeline = _measured(run.graph, placement=placement, report=report)
-    return RenderResult(latents_BCFHW=out, timeline=timeline, sha256=digest, reused=run.reused)
+    return placement, _measured(run.graph, placement=placement, report=report), run.reused
+
+
+def _sink(backbone: Backbone, inputs: RunInputs, *, held: bool) -> LatentSink:
+    out = empty_latents(backbone, inputs, frames=inputs.spec.shape.latent_frames if held else 0)
+    if held:
+        return HeldLatents(out)
+    batch, channels, _, height, width = out.shape
+    return LatentFile((batch, channels, inputs.spec.shape.latent_frames, height, width))
+
+
+def _given_chunks(inputs: RunInputs) -> dict[Slot, Tensor]:
+    return {slot: value for slot, value in inputs.given.items() if slot.space is Space.LATENT}
 
 
 def stream_decode(
@@ -153,8 +210,7 @@ def _decoded(decoder: Decoder, latents: Tensor, *, check_cancel: CheckCancel | N
 
 def latents_sha256(latents: Tensor) -> str:
     """Return the SHA-256 of the latents' bytes, as contiguous float32."""
-    data = latents.detach().to("cpu", torch.float32).contiguous()
-    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+    return HeldLatents(latents).sha256()
 
 
 def _inputs(
@@ -181,8 +237,7 @@ def _resume(
     lanes: Sequence[LaneInfo],
     reuse_bytes: int,
 ) -> Resume:
-    if reuse_bytes < 0:
-        raise ValueError(f"reuse_bytes={reuse_bytes} is below 0; use 0 to reuse nothing")
+    _check_reuse(reuse_bytes)
     backbone.store.shrink(reuse_bytes)
     # what a KV policy keeps from chunk to chunk is in no snapshot, and another machine's KV stays there
     if not reuse_bytes or inputs.spec.compacts or devices.ray_address:
@@ -201,11 +256,26 @@ def _resume(
     )
 
 
+def _check_reuse(reuse_bytes: int) -> None:
+    if reuse_bytes < 0:
+        raise ValueError(f"reuse_bytes={reuse_bytes} is below 0; use 0 to reuse nothing")
+
+
 class _Events:
     """Takes a rollout's events: fills in the result, counts reused work as done, and passes them on."""
 
-    def __init__(self, out: Tensor, spec: RolloutSpec, *, on_event: Callback | None, skipped: int) -> None:
+    def __init__(
+        self,
+        out: LatentSink,
+        spec: RolloutSpec,
+        *,
+        on_event: Callback | None,
+        skipped: int = 0,
+        keeps: bool = False,
+    ) -> None:
+        """``keeps`` says that later renders may want ``latents``: what has been made, by slot."""
         self.latents: dict[Slot, Tensor] = {}
+        self._keeps = keeps
         self._out = out
         self._spec = spec
         self._on_event = on_event
@@ -223,10 +293,10 @@ class _Events:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, ChunkReady):
-            self._out[:, :, event.frames.start : event.frames.stop] = event.latents
-            self.latents[self._slot(Space.LATENT, event.index)] = event.latents
+            self._out.write(event.frames, event.latents)
+            self._keep(Space.LATENT, event)
         elif isinstance(event, AnchorBlockReady):
-            self.latents[self._slot(Space.ANCHOR_LATENT, event.index)] = event.latents
+            self._keep(Space.ANCHOR_LATENT, event)
         elif isinstance(event, TaskFinished):
             event = replace(event, done=event.done + self._skipped, total=event.total + self._skipped)
         if isinstance(event, FramesReady):
@@ -243,8 +313,9 @@ class _Events:
             if self._on_event is not None:
                 self._on_event(found)
 
-    def _slot(self, space: Space, index: int) -> Slot:
-        return Slot(space=space, index=index, level=self._spec.stages.num_stages)
+    def _keep(self, space: Space, event: ChunkReady | AnchorBlockReady) -> None:
+        if self._keeps:
+            self.latents[Slot(space=space, index=event.index, level=self._spec.stages.num_stages)] = event.latents
 
 
 def _measured(graph: TaskGraph, *, placement: Placement, report: RunReport) -> Timeline:

@@ -6,7 +6,7 @@ whose ``Resume`` says which part of the rollout it is.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class RunReport:
     """Most bytes that each lane's banks had at once."""
     kept: Mapping[Slot, Tensor]
     """What was to be kept, on the CPU."""
+    states: Mapping[Slot, LaneTensor] = field(default_factory=dict)
+    """States that were to be kept, on the lanes where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,10 @@ class Run:
         self.inputs = inputs
         self.keep = resume.keep
         self.kept: dict[Slot, Tensor] = {}
+        self.kept_states: dict[Slot, LaneTensor] = {}
         plan = resume.pages
         self.ledger = Ledger(graph.tasks, plan)
-        self.values: dict[Slot, LaneTensor] = {}
+        self.values: dict[Slot, LaneTensor] = dict(resume.states)
         self.homes: dict[Slot, Home] = {slot: HostPage(page) for slot, page in resume.kv.items()}
         self.marks: dict[str, Mark] = {}
         self.lane_of: dict[str, int] = {}
@@ -131,7 +134,7 @@ class Run:
         outputs = OPS[task.kind](task, self.inputs, state, self.values, self.homes)
         ready = self._ready(task, outputs, lane=state.lane)
         self.kept.update({slot: device.fetch(state.banks.home(slot).clone()) for slot in kept_kv(task, self.keep)})
-        self.kept.update({slot: device.fetch(value) for slot, value in outputs.items() if slot in self.keep})
+        self._keep(outputs, lane=state.lane)
         checks, state.checks = state.checks, []
         self.marks[task.id] = end = device.mark()
         self.lane_of[task.id] = lane
@@ -141,6 +144,14 @@ class Run:
             self.values.pop(slot, None)
             self.homes.pop(slot, None)
         return Launched(task=task, lane=lane, start=start, end=end, checks=checks, ready=ready)
+
+    def _keep(self, outputs: Mapping[Slot, Any], *, lane: Lane) -> None:
+        """Keep what was asked for: tensors on the CPU, states where they are."""
+        for slot in self.keep.intersection(outputs):
+            if isinstance(outputs[slot], Tensor):
+                self.kept[slot] = lane.ops.fetch(outputs[slot])
+            else:
+                self.kept_states[slot] = LaneTensor(lane.name, outputs[slot])
 
     def complete(self, launched: Launched) -> list[Event]:
         """Return what has become ready, once the device is done; raise what its checks found."""
@@ -168,7 +179,7 @@ class Run:
     def report(self, spans: Sequence[TaskSpan]) -> RunReport:
         peaks = tuple(state.banks.peak_bytes + state.peak_policy_bytes for state in self.states)
         in_order = tuple(sorted(spans, key=lambda span: span.start_s))
-        return RunReport(spans=in_order, peak_kv_bytes=peaks, kept=self.kept)
+        return RunReport(spans=in_order, peak_kv_bytes=peaks, kept=self.kept, states=self.kept_states)
 
     def free(self) -> None:
         """Drop latents, contexts and banks."""

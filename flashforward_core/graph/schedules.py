@@ -243,24 +243,40 @@ def build_graph(spec: RolloutSpec, *, decode: bool = True, given_anchors: bool =
     ``spec`` and its schedule do not fit (see ``spec_for``).
     """
     spec = spec_for(spec)
-    schedule = SCHEDULES[spec.schedule]
-    blocks = spec.anchor_blocks()
     tasks: list[ForwardTask] = []
     planned = 0
     for chunk in range(spec.num_chunks):
-        gamma = _gamma(spec, chunk)
-        while planned < len(blocks) and gamma and blocks[planned][0] <= gamma[-1]:
-            tasks.extend(_planner_block(spec, planned, given=given_anchors))
-            planned += 1
-        if chunk < spec.start_chunks:
-            tasks.extend(_given_chunk(spec, schedule.memory, chunk))
-        else:
-            tasks.extend(_render_chunk(spec, schedule, chunk))
-        if decode:
-            tasks.append(_decode(spec, chunk))
-    for block in range(planned, len(blocks)):  # blocks that no chunk reads are still results
-        tasks.extend(_planner_block(spec, block, given=given_anchors))
+        made, planned = chunk_tasks(spec, chunk, planned=planned, decode=decode, given_anchors=given_anchors)
+        tasks.extend(made)
+    tasks.extend(remaining_blocks(spec, planned=planned, given_anchors=given_anchors))
     return _graph_of(tasks)
+
+
+def chunk_tasks(
+    spec: RolloutSpec, chunk: int, *, planned: int, decode: bool, given_anchors: bool
+) -> tuple[list[ForwardTask], int]:
+    """Return one chunk's tasks, after those of the anchor blocks from ``planned`` on that it is the first to read.
+
+    With them comes how many anchor blocks are planned then. ``spec`` is as ``spec_for`` returns it.
+    """
+    schedule, blocks, gamma = SCHEDULES[spec.schedule], spec.anchor_blocks(), _gamma(spec, chunk)
+    tasks: list[ForwardTask] = []
+    while planned < len(blocks) and gamma and blocks[planned][0] <= gamma[-1]:
+        tasks.extend(_planner_block(spec, planned, given=given_anchors))
+        planned += 1
+    if chunk < spec.start_chunks:
+        tasks.extend(_given_chunk(spec, schedule.memory, chunk))
+    else:
+        tasks.extend(_render_chunk(spec, schedule, chunk))
+    if decode:
+        tasks.append(_decode(spec, chunk))
+    return tasks, planned
+
+
+def remaining_blocks(spec: RolloutSpec, *, planned: int, given_anchors: bool) -> list[ForwardTask]:
+    """Return the tasks of the anchor blocks from ``planned`` on: no chunk reads them, but they are results."""
+    blocks = range(planned, len(spec.anchor_blocks()))
+    return [task for block in blocks for task in _planner_block(spec, block, given=given_anchors)]
 
 
 def planner_graph(spec: RolloutSpec) -> TaskGraph:

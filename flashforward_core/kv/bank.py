@@ -71,6 +71,8 @@ class Ledger:
             for slot in (*task.writes, *task.reads):
                 self._slots.setdefault(slot, set()).add(task.id)
             for slot in kv_slots(task.reads):  # a reader elsewhere copies the page out of its home bank
+                if slot not in plan.homes:
+                    continue  # an earlier run's page, which is no bank's
                 self._banks.setdefault(plan.homes[slot].bank, set()).add(task.id)
             if task.id in plan.views:
                 self._banks.setdefault(plan.views[task.id].own.bank, set()).add(task.id)

@@ -76,12 +76,13 @@ def plan_pages(spec: RolloutSpec, graph: TaskGraph) -> PagePlan:
     banks = _banks(graph)
     front = _front_frames(graph, banks)
     chunks = _chunk_pages(spec, graph, banks=banks, front=front)
-    anchors = {a: Page(bank=ANCHOR_BANK, start=a, frames=1) for a in range(len(spec.anchor_positions()))}
+    first = _first_anchor(spec, graph)
+    anchors = {a: Page(bank=ANCHOR_BANK, start=a - first, frames=1) for a in range(first, len(spec.anchor_positions()))}
     views: dict[str, View] = {}
     homes: dict[Slot, Page] = {}
     for task in _forwards(graph):
         bank = banks[task.id]
-        own = _own_page(spec, task, bank=bank, chunks=chunks)
+        own = _own_page(spec, task, bank=bank, chunks=chunks, anchors=anchors)
         reads = []
         for slot in kv_slots(task.reads):
             if slot.space is Space.KV:
@@ -98,6 +99,14 @@ def plan_pages(spec: RolloutSpec, graph: TaskGraph) -> PagePlan:
 
 def kv_slots(slots: Iterable[Slot]) -> tuple[Slot, ...]:
     return tuple(slot for slot in slots if slot.space in (Space.KV, Space.ANCHOR_KV))
+
+
+def _first_anchor(spec: RolloutSpec, graph: TaskGraph) -> int:
+    """Return the first anchor that ``graph`` touches: a part of a rollout has pages from there on only."""
+    blocks = spec.anchor_blocks()
+    planned = (blocks[task.index][0] for task in graph.tasks if task.role is Role.PLANNER)
+    read = (slot.index for task in graph.tasks for slot in task.reads if slot.space is Space.ANCHOR_KV)
+    return min((*planned, *read), default=0)
 
 
 def _forwards(graph: TaskGraph) -> list[ForwardTask]:
@@ -199,6 +208,9 @@ def _uses(graph: TaskGraph, banks: Mapping[str, str], *, bank: str, before: Sequ
         for slot in task.reads:
             if slot.space is Space.KV:
                 uses.setdefault(slot.index, _Use()).users |= 1 << n
+    for use in uses.values():
+        if use.ready == -1:  # no forward here makes it: its KV comes from an earlier part, before anything runs
+            use.ready, use.published = 0, True
     return uses
 
 
@@ -215,11 +227,18 @@ def _ancestors(graph: TaskGraph) -> list[int]:
     return before
 
 
-def _own_page(spec: RolloutSpec, task: ForwardTask, *, bank: str, chunks: Mapping[tuple[str, int], Page]) -> Page:
+def _own_page(
+    spec: RolloutSpec,
+    task: ForwardTask,
+    *,
+    bank: str,
+    chunks: Mapping[tuple[str, int], Page],
+    anchors: Mapping[int, Page],
+) -> Page:
     if bank != ANCHOR_BANK:
         return chunks[bank, task.index]
     block = spec.anchor_blocks()[task.index]
-    return Page(bank=bank, start=block[0], frames=len(block))
+    return Page(bank=bank, start=anchors[block[0]].start, frames=len(block))
 
 
 def _bank_frames(views: Iterable[View]) -> dict[str, int]:
