@@ -7,17 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import comfy.model_management
 import folder_paths
 from comfy.cli_args import args
 from comfy_api.latest import InputImpl, io, ui
 from torch import Tensor
 
 from flashforward_core.model.roles import Backbone
-from flashforward_core.model.vae import StreamingDecoder, to_uint8
+from flashforward_core.model.vae import StreamingDecoder, normalise, to_uint8
 from flashforward_core.specs import SPATIAL_FACTOR, TEMPORAL_FACTOR
 
 from .bridge import from_latent, video_samples
 from .events import Progress, check_cancel
+from .native_vae import streaming_decoder
 from .sockets import CATEGORY, BackboneSocket
 
 log = logging.getLogger(__name__)
@@ -26,15 +28,40 @@ LATENTS_AT_ONCE = 3  # decoded and encoded together: memory stays flat in the vi
 
 def _stream_embedded(samples: dict[str, Tensor], backbone: Backbone) -> Iterator[Tensor]:
     """Yield uint8 frames [F, H, W, 3], a few latent frames at a time."""
-    decoder, state = StreamingDecoder(backbone.vae), None
-    for part in from_latent(samples, backbone).split(LATENTS_AT_ONCE, dim=2):
+    return _stream(StreamingDecoder(backbone.vae), from_latent(samples, backbone))
+
+
+def _stream(decoder: StreamingDecoder, latents_BCFHW: Tensor) -> Iterator[Tensor]:
+    """Yield uint8 frames [F, H, W, 3] of normalised latents."""
+    state = None
+    for part in latents_BCFHW.split(LATENTS_AT_ONCE, dim=2):
         frames, state = decoder.decode(part, state)
         yield frames[0]
 
 
 def _decode_native(samples: dict[str, Tensor], vae: Any) -> Iterator[Tensor]:
+    """Yield uint8 frames [F, H, W, 3], as a stream if the VAE can.
+
+    If even a part is too much for the device, ComfyUI's way is left, which falls back on tiles.
+    """
+    latents = video_samples(samples)
+    decoder, begun = streaming_decoder(vae, latents), False
+    if decoder is not None:
+        try:
+            for frames in _stream(decoder, normalise(decoder.vae, latents)):
+                begun = True
+                yield frames
+            return
+        except comfy.model_management.OOM_EXCEPTION:
+            if begun:
+                raise
+            log.warning("a part of the video is too large to decode at once; ComfyUI decodes it whole, in tiles")
+    yield from _decode_whole(latents, vae)
+
+
+def _decode_whole(latents_BCFHW: Tensor, vae: Any) -> Iterator[Tensor]:
     """Yield uint8 frames [F, H, W, 3]; ComfyUI's VAE decodes the clip as a whole."""
-    images = vae.decode(video_samples(samples))
+    images = vae.decode(latents_BCFHW)
     images = images.reshape(-1, *images.shape[-3:])
     for part in images.split(LATENTS_AT_ONCE * TEMPORAL_FACTOR):
         yield to_uint8(part[..., :3].clamp(0, 1))
@@ -75,8 +102,8 @@ class DecodeVideo(io.ComfyNode):
                 io.Vae.Input(
                     "vae",
                     optional=True,
-                    tooltip="A Wan 2.1 VAE from Load VAE; it is used when both are connected. It decodes the whole "
-                    "clip at once, in ComfyUI's way.",
+                    tooltip="A VAE from Load VAE; it is used when both are connected. Wan 2.1's decodes a few frames "
+                    "at a time, others the whole clip at once, in ComfyUI's way.",
                 ),
                 BackboneSocket.Input(
                     "backbone",
@@ -112,23 +139,25 @@ class DecodeVideo(io.ComfyNode):
             raise ValueError("vae and backbone are both unconnected; connect one of them to decode with")
         latents = video_samples(samples)
         height, width = (side * SPATIAL_FACTOR for side in latents.shape[-2:])
-        path, subfolder = _new_path(filename_prefix, width=width, height=height)
+        path, subfolder = new_path(filename_prefix, width=width, height=height)
         chunks = _decode_native(samples, vae) if vae is not None else _stream_embedded(samples, backbone)
         progress = Progress(node_id=cls.hidden.unique_id)
         total = TEMPORAL_FACTOR * (latents.shape[2] - 1) + 1
-        _write(path, chunks, fps=fps, total=total, metadata=_metadata(cls.hidden), progress=progress)
+        write_video(path, chunks, fps=fps, total=total, metadata=_metadata(cls.hidden), progress=progress)
         shown = ui.SavedResult(path.name, subfolder, io.FolderType.output)
         return io.NodeOutput(InputImpl.VideoFromFile(str(path)), ui=ui.PreviewVideo([shown]))
 
 
-def _new_path(prefix: str, *, width: int, height: int) -> tuple[Path, str]:
+def new_path(prefix: str, *, width: int, height: int, suffix: str = ".mp4") -> tuple[Path, str]:
     """Return the next free path for a prefix and its folder below the output folder; neither leads out of that."""
     output = folder_paths.get_output_directory()
     try:
         folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, output, width, height)
-        path = Path(folder) / f"{name}_{counter:05}_.mp4"
+        path = Path(folder) / f"{name}_{counter:05}_{suffix}"
         with contextlib.suppress(FileNotFoundError):
-            path.with_suffix(".partial.mp4").stat()  # a name that is too long fails here, not after the first chunk
+            path.with_suffix(
+                f".partial{suffix}"
+            ).stat()  # a name that is too long fails here, not after the first chunk
         inside = path.resolve().is_relative_to(Path(output).resolve())
     except Exception as error:  # ComfyUI raises a plain Exception for what leads out
         raise ValueError(f"filename_prefix={prefix[:80]!r} cannot be used ({error}); use video/FlashForward") from error
@@ -137,7 +166,7 @@ def _new_path(prefix: str, *, width: int, height: int) -> tuple[Path, str]:
     return path, subfolder
 
 
-def _write(
+def write_video(
     path: Path, chunks: Iterator[Tensor], *, fps: float, total: int, metadata: dict[str, str], progress: Progress
 ) -> None:
     """Encode chunks as they come. When anything stops it, ComfyUI's cancel too, the unfinished file is removed."""

@@ -36,6 +36,7 @@ spec.loader.exec_module(pack)
 
 from pack.nodes.bridge import from_latent, to_latent  # noqa: E402
 from pack.nodes.native import to_backbone  # noqa: E402
+from pack.nodes.native_vae import streaming_decoder  # noqa: E402
 from pack.nodes.residency import hold  # noqa: E402
 
 from flashforward_core.engine.replicas import backbone_on  # noqa: E402
@@ -159,7 +160,14 @@ def vae_differences() -> dict[str, float]:
         frames = torch.rand(5, 32, 48, 3, generator=torch.Generator().manual_seed(5))
         encoded = native.encode(frames)
     decoded, _ = StreamingDecoder(ours).decode_float(normalised, None)
+    streaming = streaming_decoder(native, latent["samples"])
+    assert streaming is not None
+    begun, kept = streaming.decode_float(normalised[:, :, :1], None)
+    rest, _ = streaming.decode_float(normalised[:, :, 1:], kept)
+    native.first_stage_model.decoder.head[2] = torch.nn.Conv3d(8, 12, 3, padding=1)  # a relative of Wan 2.1's
     return {
+        "streamed": (torch.cat([begun, rest], dim=1)[0] - theirs).abs().max().item(),
+        "relative_streams": streaming_decoder(native, latent["samples"]) is not None,
         "decode": (decoded[0] - theirs).abs().max().item(),
         "decode_spread": theirs.std().item(),
         "encode": (encode_frames(ours, frames[None]) - from_latent({"samples": encoded}, backbone)).abs().max().item(),

@@ -45,6 +45,11 @@ def test_comfyuis_vae_decodes_and_encodes_as_ours_does(measured: dict[str, Any])
     assert measured["encode"] < PARITY
 
 
+def test_comfyuis_vae_can_be_decoded_as_a_stream(measured: dict[str, Any]) -> None:
+    assert measured["streamed"] < PARITY
+    assert measured["relative_streams"] is False  # its layers are not Wan 2.1's: ComfyUI decodes it
+
+
 def test_latents_cross_the_border_exactly(measured: dict[str, Any]) -> None:
     assert measured["latent_space"] == 0.0  # the same mean and deviation, the same operations
     assert measured["round_trip"] < 1e-6  # float32, (x·s + m − m)/s
