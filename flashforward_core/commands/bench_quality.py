@@ -33,7 +33,7 @@ from ..specs import TEMPORAL_FACTOR, RolloutSpec, VideoShape
 from ..train.synthetic import render_scene
 from .bench_rows import Row, commit, machine, read_rows
 from .quality_looks import SHOWN, Look, keep_looks
-from .quality_report import quality_rows, write_report
+from .quality_report import comparison, quality_rows, write_report
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--commit", default="", metavar="TEXT", help="what rows say was measured, where there is no git"
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write tables and plots, such as docs/quality.md")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with another model's rows in this file")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="report these rows; render nothing")
 
 
@@ -91,6 +92,9 @@ def run(args: argparse.Namespace) -> int:
     rows = quality_rows(args.source) if args.source is not None else bench(args)
     if args.report is not None:
         write_report(rows, args.report, looks=args.frames)
+    if args.against is not None:
+        print("\n".join(comparison(quality_rows(args.against), rows)))  # * marks differences outside their interval
+        return 0
     for row in rows if args.report is None and args.json is None else ():
         config = row["config"]
         print(
@@ -121,7 +125,9 @@ def bench(args: argparse.Namespace) -> list[Row]:
             wanted += list(configs.values())
             if all(any(row["config"] == config for row in rows) for config in configs.values()):
                 continue
+            began = time.perf_counter()
             found = bench.measure(scenes, names)
+            print(f"{', '.join(names)}: {latents} latents in {time.perf_counter() - began:.1f} s", flush=True)
             rows = [row for row in rows if row["config"] not in configs.values()]  # of a part of the group
             rows += [row for name in names for row in bench.rows(found[name], configs[name])]
             _write_rows(rows, args.json)

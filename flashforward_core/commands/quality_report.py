@@ -179,6 +179,30 @@ def _growth(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def comparison(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
+    """Return lines of a table: every number that both have, and the difference, caption by caption.
+
+    Raises ``ValueError`` when the two have no variant and length in common.
+    """
+    lines = ["| variant | latents | metric | before | after | difference |", "|---|---|---|---|---|---|"]
+    for latents in _lengths(after):
+        for variant in _variants(after):
+            for metric, title in TITLES.items():
+                pair = [_row(rows, metric=metric, variant=variant, latents=latents) for rows in (before, after)]
+                old, new = pair
+                if old is None or new is None or len(old["values"]) != len(new["values"]):
+                    continue
+                mean, ci95 = paired_difference(old["values"], new["values"])
+                seen = "" if abs(mean) <= ci95 else " *"
+                lines.append(
+                    f"| {variant} | {latents} | {title} | {old['value']:.4g} | {new['value']:.4g} "
+                    f"| {mean:+.3g} ± {ci95:.2g}{seen} |"
+                )
+    if len(lines) == 2:
+        raise ValueError("the two files have no variant, length and number of captions in common; measure both alike")
+    return lines
+
+
 def verdict(mean: float, ci95: float, *, side: str) -> str:
     """Return ``yes`` or ``no, the opposite`` where 0 lies outside the interval, else ``no difference seen``."""
     if abs(mean) <= ci95:

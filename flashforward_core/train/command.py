@@ -22,7 +22,7 @@ from flashforward_core.model.loading import load_embedded
 from flashforward_core.model.roles import attach_roles
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer
-from flashforward_core.scenes import FPS, HEIGHT, HELD_OUT, WIDTH
+from flashforward_core.scenes import FPS, HEIGHT, HELD_OUT, WIDTH, sample_scene
 from flashforward_core.train import base as base_step
 from flashforward_core.train import distill as distill_step
 from flashforward_core.train import sft as sft_step
@@ -132,12 +132,13 @@ def _models() -> tuple[CausalWanTransformer, ByteT5Encoder]:
 
 def _pool(args: argparse.Namespace, text: ByteT5Encoder, accelerator: Accelerator) -> LatentPool:
     """Encode this process's scenes, or read them back: the file's name says of which weights and which scenes."""
-    weights = fingerprint(sorted((args.out / "vae").glob("*.safetensors")))[:16]
+    folder = _vae_folder(args)
+    weights = fingerprint(sorted(folder.glob("*.safetensors")))[:16]
     share = f"{accelerator.process_index}of{accelerator.num_processes}"
     path = args.out / "latents" / f"{weights}-{args.scenes}-{share}.safetensors"
     if path.exists():
         return LatentPool.load(path, device=accelerator.device)
-    vae = load_vae(args.out / "vae", accelerator.device)
+    vae = load_vae(folder, accelerator.device)
     seeds = _seeds(args.scenes, accelerator)
     pool = LatentPool.encode(vae, text, seeds, frames=CLIP_FRAMES, device=accelerator.device)
     pool.save(path)
@@ -145,7 +146,16 @@ def _pool(args: argparse.Namespace, text: ByteT5Encoder, accelerator: Accelerato
 
 
 def _config(args: argparse.Namespace, name: str) -> LoopConfig:
-    return LoopConfig(out=args.out / f"{name}_run", steps=args.steps, lr=args.lr, seed=args.seed, max_s=args.max_s)
+    return LoopConfig(
+        out=args.out / f"{name}_run",
+        steps=args.steps,
+        lr=args.lr,
+        seed=args.seed,
+        max_s=args.max_s,
+        save_every_s=args.save_every_s,
+        accumulate=args.accumulate,
+        logs=args.logs,
+    )
 
 
 def _start_from(assets: Path, model: CausalWanTransformer, text: ByteT5Encoder) -> None:
@@ -207,27 +217,64 @@ STUDENT_LR_SCALE = 0.5  # the critic has to follow the student, so it learns fas
 
 
 def _distill(args: argparse.Namespace, accelerator: Accelerator) -> None:
-    (model, text), (critic, base_text), (base, _) = _models(), _models(), _models()
-    attach_roles(model, rank=ROLE_RANK, alpha=ROLE_RANK)
-    base_step.load_base(model, text, args.init or args.out / "sft.pt")
-    for copy in (critic, base):
-        base_step.load_base(copy, base_text, args.out / "base.pt")
-    spec = sft_step.spec_for_latents(DISTILL_LATENTS, width=WIDTH, height=HEIGHT)
-    model = distill_step.train_distill(
+    model, text = _student(args.init or args.out / "sft.pt")
+    (critic, _), (base, base_text) = (_base_model(args.teacher or args.out / "base.pt") for _ in range(2))
+    spec = sft_step.spec_for_latents(args.latents, width=WIDTH, height=HEIGHT)
+    if args.forward_kl > 0:
+        pool = _pool(args, text, accelerator)
+    else:  # the student makes its clips itself
+        captions = [sample_scene(seed).caption for seed in _seeds(args.scenes, accelerator)]
+        pool = LatentPool.of_captions(text, captions, device=accelerator.device)
+
+    def export(student: CausalWanTransformer, step: int) -> None:
+        export_model(student, text, vae=_vae_folder(args), folder=args.out / "distilled", roles=tuple(Role))
+        log.info("step %d: exported to %s", step, args.out / "distilled")
+
+    distill_step.train_distill(
         model,
         text,
         critic,
         distill_step.Teacher(model=base, text=base_text),
-        _pool(args, text, accelerator),
+        pool,
         layout_for(spec, device=accelerator.device),
         replace(_config(args, "distill"), lr_scales={"model.": STUDENT_LR_SCALE}),
         accelerator=accelerator,
         clips=args.clips,
         distill=distill_step.DistillConfig(guidance=args.guidance, forward_kl=args.forward_kl, anchor_weight=1.0),
         compiled=args.compile,
+        snapshot=export,
     )
-    if accelerator.is_main_process:
-        export_model(model, text, vae=args.out / "vae", folder=args.out / "distilled", roles=tuple(Role))
+
+
+def _student(source: Path) -> tuple[CausalWanTransformer, ByteT5Encoder]:
+    """Return a model with its roles attached and its text encoder, from an ``sft.pt`` or an exported folder."""
+    if source.is_dir():
+        exported = load_embedded(source, merged=False)
+        return exported.models[Role.RENDERER].requires_grad_(True).train(), exported.text_encoder
+    model, text = _models()
+    attach_roles(model, rank=ROLE_RANK, alpha=ROLE_RANK)
+    base_step.load_base(model, text, source)
+    return model, text
+
+
+def _base_model(source: Path) -> tuple[CausalWanTransformer, ByteT5Encoder]:
+    """Return a bidirectional model and its text encoder, from a ``base.pt`` or an exported folder without its roles."""
+    model, text = _models()
+    if source.is_dir():
+        _start_from(source, model, text)
+    else:
+        base_step.load_base(model, text, source)
+    return model, text
+
+
+def _vae_folder(args: argparse.Namespace) -> Path:
+    """Return the autoencoder of this run, or that of the exported folder that it starts from."""
+    own: Path = args.out / "vae"
+    return own if own.exists() or not _is_exported(args.init) else args.init / "vae"
+
+
+def _is_exported(source: Path | None) -> bool:
+    return source is not None and (source / "vae").is_dir()
 
 
 STEPS = {
@@ -249,7 +296,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--init",
         type=Path,
-        help="start from weights: a vae folder (last stage only), an assets folder (base), a base.pt (sft), an sft.pt",
+        help="start from weights: a vae folder (last stage only), an assets folder (base, distill), a base.pt (sft), "
+        "an sft.pt (distill)",
     )
     parser.add_argument("--steps", type=int, help="optimiser steps in all; 0 with vae --init: only measure it")
     parser.add_argument("--clips", type=int, help="clips per batch and process")
@@ -259,6 +307,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decoder-only", action="store_true", help="vae: keep --init's encoder; even the frames out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-s", type=float, default=math.inf, help="stop after this many seconds of training")
+    parser.add_argument(
+        "--save-every-s", type=float, default=math.inf, help="save, and export where a step does, so often"
+    )
+    parser.add_argument("--accumulate", type=int, default=1, help="batches per step (1)")
+    parser.add_argument("--logs", action="store_true", help="write TensorBoard logs (pip install tensorboard)")
+    parser.add_argument("--latents", type=int, default=DISTILL_LATENTS, help="distill: length of the rollouts (81)")
+    parser.add_argument("--teacher", type=Path, help="distill: a base.pt or assets folder to learn from (OUT/base.pt)")
     parser.add_argument("--guidance", type=float, default=3.0, help="distill: weight of the teacher's guidance (3)")
     parser.add_argument("--forward-kl", type=float, default=0.0, help="distill: weight of the loss on real clips (0)")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="run eagerly")
@@ -274,13 +329,17 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"scenes={args.scenes} is below 1; use scenes=4096")
     if not args.max_s > 0:
         raise ValueError(f"max_s={args.max_s} is not above 0; leave it out for no limit")
-    if args.init is not None and not args.init.exists():
-        raise ValueError(f"init={args.init} is missing; name existing weights or leave it out")
+    for name in ("init", "teacher"):
+        path = getattr(args, name)
+        if path is not None and not path.exists():
+            raise ValueError(f"{name}={path} is missing; name existing weights or leave it out")
+    vae = {} if _is_exported(args.init) else {"vae/config.json": "vae"}
+    teacher = {"base.pt": "base"} if args.teacher is None else {}
     needed = {
         "vae": {},
-        "base": {"vae/config.json": "vae"},
-        "sft": {"vae/config.json": "vae"} | ({"base.pt": "base"} if args.init is None else {}),
-        "distill": {"vae/config.json": "vae", "base.pt": "base"} | ({"sft.pt": "sft"} if args.init is None else {}),
+        "base": vae,
+        "sft": vae | ({"base.pt": "base"} if args.init is None else {}),
+        "distill": vae | teacher | ({"sft.pt": "sft"} if args.init is None else {}),
     }
     for name, step in needed[args.step].items():
         if not (args.out / name).is_file():

@@ -55,6 +55,14 @@ class LatentPool:
         ids, mask, empty_ids, empty_mask = (part.to(device) for part in parts)
         return cls(latents=torch.cat(latents), ids=ids, mask=mask, empty_ids=empty_ids, empty_mask=empty_mask)
 
+    @classmethod
+    def of_captions(cls, text: ByteT5Encoder, captions: Sequence[str], *, device: torch.device) -> "LatentPool":
+        """Hold captions alone, for a step that needs no clips: what ``sample`` gives then has no latent frames."""
+        parts = (*text.tokenise(list(captions)), *text.tokenise([""]))
+        ids, mask, empty_ids, empty_mask = (part.to(device) for part in parts)
+        latents = torch.empty(len(captions), 16, 0, 1, 1, dtype=torch.bfloat16, device=device)
+        return cls(latents=latents, ids=ids, mask=mask, empty_ids=empty_ids, empty_mask=empty_mask)
+
     def save(self, path: Path) -> None:
         """Keep the encoded clips, so that the next step need not draw and encode them again."""
         path.parent.mkdir(parents=True, exist_ok=True)

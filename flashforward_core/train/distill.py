@@ -281,11 +281,13 @@ def train_distill(
     clips: int,
     distill: DistillConfig = DistillConfig(),
     compiled: bool = True,
+    snapshot: Callable[[CausalWanTransformer, int], None] | None = None,
 ) -> CausalWanTransformer:
     """Distil into ``model`` (roles attached), whose encoder ``text`` stays as it is; return its averaged weights.
 
     ``critic`` starts as a copy of the teacher's weights. A step of ``config`` is one of either, so ``critic_steps`` of
-    ``critic_steps + 1`` leave the student alone. Set ``LoopConfig.lr_scales`` to slow the critic down.
+    ``critic_steps + 1`` leave the student alone. Set ``LoopConfig.lr_scales`` to slow the student down. ``snapshot``
+    gets the student with its averaged weights, and the step, whenever the state is saved.
     """
     device = accelerator.device
     for frozen in (teacher.model, teacher.text, text):
@@ -316,7 +318,12 @@ def train_distill(
         for part in (model, critic, teacher.model):
             compile_blocks(part)
 
-    best = train(step, config, accelerator=accelerator, batch=batch, prepare=compile_parts if compiled else None)
+    def keep(module: nn.Module, number: int) -> None:
+        if snapshot is not None:
+            snapshot(module.model, number)
+
+    prepare = compile_parts if compiled else None
+    best = train(step, config, accelerator=accelerator, batch=batch, prepare=prepare, snapshot=keep)
     return best.model
 
 

@@ -1,5 +1,6 @@
 """Write a trained model in the layout that ``model/loading.py`` reads."""
 
+import copy
 import json
 import shutil
 from collections.abc import Sequence
@@ -32,5 +33,5 @@ def export_model(
     )
     for role in roles:
         save_role_lora(model, folder / f"{role}_lora.safetensors", role=role, base="embedded", dtype=torch.bfloat16)
-    text.cpu().bfloat16().save(folder / "text_encoder")
+    copy.deepcopy(text).cpu().bfloat16().save(folder / "text_encoder")  # a copy: training may go on
     shutil.copytree(vae, folder / "vae", dirs_exist_ok=True)

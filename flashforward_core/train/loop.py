@@ -6,14 +6,17 @@ A step's data is a function of (seed, step, process), so a resumed run sees what
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from flashforward_core.train.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +26,14 @@ Losses = Mapping[str, Tensor]
 Batch = Callable[[torch.Generator, int], tuple[object, ...]]
 """(generator on the accelerator's device, step) -> arguments of the module's forward."""
 
-AGREE_EVERY = 20  # steps between looks at the clock, at which all processes agree
+Snapshot = Callable[[nn.Module, int], None]
+"""(the module with its averaged weights, steps so far): called on the main process whenever the state is saved."""
+
+AGREE_EVERY = 20  # steps between looks at the clock and at whether all is finite, at which all processes agree
+
+
+class TrainingDiverged(ValueError):
+    """Gradients are no numbers any more; the state saved last is from before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +55,23 @@ class LoopConfig:
     seed: int = 0
     save_every: int = 1000
     """Steps between saved states."""
+    save_every_s: float = math.inf
+    """Seconds between saved states, whichever comes first; looked at every 20 steps."""
+    accumulate: int = 1
+    """Batches whose gradients one step averages: for batches that do not fit in memory at once."""
+    logs: bool = False
+    """Whether to write TensorBoard logs into ``out``; needs the extra ``train``."""
     log_every: int = 50
     """Steps between log lines."""
     lr_scales: Mapping[str, float] = field(default_factory=dict)
     """Factors of the learning rate, by the prefix of parameters' names."""
     max_s: float = math.inf
     """Stop early after this many seconds: the cosine follows whichever of steps and time is further along."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("accumulate", 1), ("save_every", 1), ("log_every", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)} is below {least}; use {name}={least} or more")
 
 
 def step_seed(seed: int, step: int, process: int) -> int:
@@ -71,17 +92,20 @@ def train(
     accelerator: Accelerator,
     batch: Batch,
     prepare: Callable[[], None] | None = None,
+    snapshot: Snapshot | None = None,
 ) -> nn.Module:
-    """Train ``module``, whose forward returns ``Losses``, on what ``batch`` gives; return its averaged copy.
+    """Train ``module``, whose forward returns ``Losses``, on what ``batch`` gives; return it with averaged weights.
 
-    Mutates ``module``. ``prepare`` runs once the averaged copy exists, for what must not be copied (compiled parts).
-    A state in ``config.out`` is continued; each process averages the weights alike.
+    ``batch`` is called ``config.accumulate`` times a step. ``prepare`` runs before the first step, for what changes the
+    module (compiled parts). A state in ``config.out`` is continued. Raises ``TrainingDiverged`` when gradients are no
+    longer finite; the saved state is then from before.
     """
-    run = _Run(module, config, accelerator=accelerator, prepare=prepare)
+    run = _Run(module, config, accelerator=accelerator, prepare=prepare, snapshot=snapshot)
     run.resume()
-    while run.share < 1.0:
-        run.advance(batch)
-    run.save()
+    with run.progress:
+        while run.share < 1.0:
+            run.advance(batch)
+        run.save()
     return run.finish()
 
 
@@ -95,8 +119,39 @@ def _groups(module: nn.Module, scales: Mapping[str, float]) -> list[dict[str, ob
     return [{"params": parameters, "scale": scale} for scale, parameters in groups.items()]
 
 
+class _Average:
+    """The averaged weights of what is trained, tensor by tensor: a sharded module's are sharded like it."""
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.averaged = [parameter.detach().clone() for parameter in self.parameters]
+        self.decay = decay
+
+    @torch.no_grad()
+    def update(self, *, first: bool) -> None:
+        """Take the current weights in; the first ones replace the start."""
+        torch._foreach_lerp_(self.averaged, [p.detach() for p in self.parameters], 1.0 if first else 1 - self.decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange current and averaged weights."""
+        for parameter, averaged in zip(self.parameters, self.averaged, strict=True):
+            current = parameter.detach().clone()
+            parameter.copy_(averaged)
+            averaged.copy_(current)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have the module hold its averaged weights."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
+
+
 class _Run:
-    """The state of one run; ``step`` and ``seconds`` are saved and restored with it."""
+    """The state of one run; ``step``, ``seconds`` and the average are saved and restored with it."""
 
     def __init__(
         self,
@@ -105,27 +160,34 @@ class _Run:
         *,
         accelerator: Accelerator,
         prepare: Callable[[], None] | None,
+        snapshot: Snapshot | None,
     ) -> None:
-        self.config, self.accelerator = config, accelerator
+        self.config, self.accelerator, self.snapshot = config, accelerator, snapshot
         self.module = module.to(accelerator.device)
-        self.ema = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay))
         if prepare is not None:
             prepare()
         fused = accelerator.device.type == "cuda"
         groups = _groups(module, config.lr_scales)
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=fused)
         self.prepared, self.optimizer = accelerator.prepare(module, optimizer)
-        accelerator.register_for_checkpointing(self.ema, self)
+        self.average = _Average(self.prepared, config.ema_decay)
+        accelerator.register_for_checkpointing(self)
         self.generator = torch.Generator(accelerator.device)
         self.step, self.share, self.seconds = 0, 0.0, 0.0
-        self._began = time.monotonic()
+        self._began, self._saved_at = time.monotonic(), 0.0
+        self._finite = torch.ones((), dtype=torch.bool, device=accelerator.device)
+        self.progress = Progress(
+            config.steps, folder=config.out if config.logs else None, shown=accelerator.is_main_process
+        )
 
-    def state_dict(self) -> dict[str, float]:
-        return {"step": self.step, "seconds": self.seconds}
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "seconds": self.seconds, "averaged": self.average.averaged}
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step, self.seconds = int(state["step"]), float(state["seconds"])
-        self._began = time.monotonic() - self.seconds
+        for averaged, saved in zip(self.average.averaged, state["averaged"], strict=True):
+            averaged.copy_(saved)
+        self._began, self._saved_at = time.monotonic() - self.seconds, self.seconds
         self.share = self._share()
 
     def resume(self) -> None:
@@ -133,18 +195,23 @@ class _Run:
         if self._marker.exists():
             self.accelerator.load_state(str(self.config.out / "state"))
             log.info("resumed %s at step %d", self.config.out, self.step)
+            self.progress.resume(self.step)
 
     def advance(self, batch: Batch) -> None:
         """Take one optimiser step."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr * group["scale"] * rate(self.share, self.step, self.config.warmup)
         self.generator.manual_seed(step_seed(self.config.seed, self.step, self.accelerator.process_index))
-        losses: Losses = self.prepared(*batch(self.generator, self.step))
-        self.accelerator.backward(losses["loss"])
-        self.accelerator.clip_grad_norm_(self.prepared.parameters(), self.config.clip_norm)
+        for part in range(self.config.accumulate):
+            last = part == self.config.accumulate - 1
+            with nullcontext() if last else self.accelerator.no_sync(self.prepared):
+                losses: Losses = self.prepared(*batch(self.generator, self.step))
+                self.accelerator.backward(losses["loss"] / self.config.accumulate)
+        norm = self.accelerator.clip_grad_norm_(self.prepared.parameters(), self.config.clip_norm)
+        self._finite &= torch.as_tensor(norm).isfinite().to(self._finite.device)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.ema.update_parameters(self.module)
+        self.average.update(first=self.step == 0)
         self.step += 1
         self._after_step(losses)
 
@@ -152,20 +219,31 @@ class _Run:
         self.seconds = time.monotonic() - self._began
         if self.step % AGREE_EVERY == 0 or self.step >= self.config.steps:
             self.share = self._share()
-        if self.step % self.config.log_every == 0 and self.accelerator.is_main_process:
-            shown = " ".join(f"{name} {value.item():.4f}" for name, value in losses.items())
-            log.info("step %d/%d %.0fs %s", self.step, self.config.steps, self.seconds, shown)
-        if self.step % self.config.save_every == 0:
+            self._check_finite()
+        if self.step % self.config.log_every == 0:
+            self.progress.note(self.step, self.seconds, losses)
+        late = self.step % AGREE_EVERY == 0 and self._agree(self.seconds - self._saved_at) >= self.config.save_every_s
+        if late or self.step % self.config.save_every == 0:
             self.save()
+
+    def _check_finite(self) -> None:
+        if not bool(self._finite):
+            raise TrainingDiverged(
+                f"gradients were not finite in the {AGREE_EVERY} steps before step {self.step}; run again with lr "
+                f"below {self.config.lr}: it goes on from the state saved before"
+            )
 
     def _share(self) -> float:
         """How much of the run is done, 0 to 1: the largest answer of all processes, so that none stops alone."""
         done = self.step >= self.config.steps
         agreed = self.step if done else self.step - self.step % AGREE_EVERY  # so that resuming changes nothing
-        share = max(agreed / self.config.steps, self.seconds / self.config.max_s)
+        return self._agree(max(agreed / self.config.steps, self.seconds / self.config.max_s))
+
+    def _agree(self, number: float) -> float:
+        """Return the largest of all processes' numbers."""
         if self.accelerator.num_processes == 1:
-            return share
-        return float(self.accelerator.gather(torch.tensor([share], device=self.accelerator.device)).max())
+            return number
+        return float(self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max())
 
     @property
     def _marker(self) -> Path:
@@ -173,16 +251,21 @@ class _Run:
 
     def save(self) -> None:
         """Save everything that the run needs to continue; the marker tells a whole state from a broken one."""
+        self._check_finite()
         if self.accelerator.is_main_process:
             self._marker.unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
         self.accelerator.save_state(str(self.config.out / "state"))
         if self.accelerator.is_main_process:
             self._marker.write_text("complete\n")
+        self._saved_at = self.seconds
+        if self.snapshot is not None and self.accelerator.is_main_process:
+            with self.average.in_place():
+                self.snapshot(self.module, self.step)
 
     def finish(self) -> nn.Module:
         """Let go of the accelerator, so that the next run's state does not hold this one's; return the average."""
+        self.average.swap()
         self.accelerator.free_memory()
         self.accelerator._custom_objects.clear()  # free_memory keeps what was registered for checkpoints
-        averaged: nn.Module = self.ema.module
-        return averaged
+        return self.module

@@ -23,6 +23,7 @@ from flashforward_core.commands.quality_report import (
     BY_HAND,
     ORDER,
     TITLES,
+    comparison,
     paired_difference,
     quality_rows,
     verdict,
@@ -160,6 +161,14 @@ def test_the_report_shows_what_was_kept_and_keeps_what_was_written_by_hand(tmp_p
     assert "](quality/frames_81.png)" in text and "frames_141" not in text
     for name in ("frames_81", "curves_81"):
         assert (tmp_path / "quality" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_models_are_compared_by_caption() -> None:
+    before, after = made_rows(drift={"hiar": [0.0, 100.0]}), made_rows(drift={"hiar": [1.0, 101.0], "new": [0.0, 0.0]})
+    lines = comparison(before, after)
+    assert lines[2:] == [f"| hiar | {n} | colour drift | 50 | 51 | +1 ± 0 * |" for n in (81, 141)]
+    with pytest.raises(ValueError, match="in common; measure both alike"):
+        comparison(made_rows(drift={"other": [0.0, 1.0]}), after)
 
 
 def test_growth_with_length_is_paired_by_caption(tmp_path: Path) -> None:

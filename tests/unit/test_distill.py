@@ -12,9 +12,11 @@ from torch import Tensor
 
 from flashforward_core.cli import main
 from flashforward_core.graph.task import Role
+from flashforward_core.model.loading import ASSETS, load_embedded
 from flashforward_core.model.roles import role_parameters
 from flashforward_core.model.text import ByteT5Encoder, TextConfig
 from flashforward_core.model.transformer import CausalWanTransformer
+from flashforward_core.train.command import _base_model, _student
 from flashforward_core.train.data import LatentPool
 from flashforward_core.train.distill import (
     DistillConfig,
@@ -207,7 +209,13 @@ def tiny_pool(text: ByteT5Encoder) -> LatentPool:
 
 
 def distilled(
-    rig: Any, folder: Path, *, steps: int, stop_after: int | None = None, window: int = WINDOW
+    rig: Any,
+    folder: Path,
+    *,
+    steps: int,
+    stop_after: int | None = None,
+    window: int = WINDOW,
+    snapshot: Callable[[CausalWanTransformer, int], None] | None = None,
 ) -> CausalWanTransformer:
     torch.manual_seed(9)
     encoder = ByteT5Encoder(TextConfig(d_model=12, d_kv=4, d_ff=8, num_heads=2, num_layers=1, text_len=5))
@@ -226,6 +234,7 @@ def distilled(
         clips=2,
         distill=DistillConfig(window=window, critic_steps=2, forward_kl=0.1),
         compiled=False,
+        snapshot=snapshot,
     )
 
 
@@ -266,3 +275,34 @@ def test_the_step_is_part_of_the_training_command(tmp_path: Path, capsys: pytest
     assert "clips=0 is not above 0; use clips=8" in capsys.readouterr().err
     assert main(["train", "distill", "--out", str(tmp_path)]) == 2
     assert "run first: train vae" in capsys.readouterr().err  # the step before has not run
+
+
+def test_the_shipped_weights_are_a_student_and_a_teacher() -> None:
+    """The student plays its roles as the loaded backbone does; the teacher is the same transformer without them."""
+    student, text = _student(ASSETS)
+    base, _ = _base_model(ASSETS)
+    assert all(parameter.requires_grad for parameter in student.parameters())
+    backbone = load_embedded()
+    x, frames, times = torch.randn(1, 16, 2, 4, 4), torch.arange(2), torch.full((1, 2), 800.0)
+    prompt = text.encode(["a red ball bounces over green hills at dusk"])
+
+    def velocity(model: CausalWanTransformer, role: Role) -> Tensor:
+        context = model.text_context(prompt, role)
+        return model(x, timestep_BF=times, text=context, frames=frames, role=role).detach()
+
+    for role in Role:
+        # merged weights round sums differently
+        torch.testing.assert_close(velocity(student, role), velocity(backbone.models[role], role), rtol=0, atol=1e-4)
+        assert (velocity(base, role) - velocity(student, role)).abs().max() > 1e-2
+
+
+def test_a_saved_run_hands_out_its_averaged_student(rig: Any, tmp_path: Path) -> None:
+    seen: list[tuple[int, Tensor]] = []
+
+    def keep(student: CausalWanTransformer, step: int) -> None:
+        seen.append((step, student.role_embedding.weight.detach().clone()))
+
+    best = distilled(rig, tmp_path, steps=6, snapshot=keep)
+    assert [step for step, _ in seen] == [4, 6]
+    assert torch.equal(seen[-1][1], best.role_embedding.weight)
+    assert not torch.equal(seen[0][1], seen[1][1])

@@ -1,14 +1,18 @@
 """The training loop continues where it stopped and averages what it should."""
 
+import io
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from PIL import Image
 from torch import Tensor, nn
 
-from flashforward_core.train.loop import LoopConfig, rate, step_seed, train
+from flashforward_core.train.loop import LoopConfig, TrainingDiverged, rate, step_seed, train
+from flashforward_core.train.progress import log_video
 
 pytestmark = pytest.mark.cpu
 
@@ -85,3 +89,69 @@ def test_a_learning_rate_of_zero_keeps_what_it_names(tmp_path: Path) -> None:
     start = Regression()
     assert torch.equal(best.layer.bias, start.layer.bias)
     assert not torch.equal(best.layer.weight, start.layer.weight)
+
+
+def test_accumulated_batches_equal_one_large_batch(tmp_path: Path) -> None:
+    """Two batches of 16 give the step that one of 32 gives: the loss is a mean over equally many rows."""
+    rows = torch.randn(96, 4, generator=torch.Generator().manual_seed(3))
+
+    def trained(folder: str, size: int, accumulate: int) -> nn.Module:
+        batches = iter(rows.split(size))
+        config = LoopConfig(out=tmp_path / folder, steps=3, lr=1e-2, warmup=1, accumulate=accumulate)
+        return train(Regression(), config, accelerator=Accelerator(cpu=True), batch=lambda g, n: (next(batches),))
+
+    whole, parts = trained("whole", 32, 1), trained("parts", 16, 2)
+    for expected, found in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)  # sums in another order
+
+
+def test_a_run_that_diverges_says_so_and_keeps_the_state_from_before(tmp_path: Path) -> None:
+    def broken(generator: torch.Generator, step: int) -> tuple[Tensor]:
+        return (batch(generator, step)[0] * (math.nan if step == 27 else 1),)
+
+    config = LoopConfig(out=tmp_path, steps=60, lr=1e-2, warmup=5, save_every=20, ema_decay=0.9)
+    with pytest.raises(TrainingDiverged, match=r"before step 40; run again with lr below 0\.01"):
+        train(Regression(), config, accelerator=Accelerator(cpu=True), batch=broken)
+    resumed = run(tmp_path, 60)  # from step 20, with batches that are whole
+    whole = run(tmp_path / "whole", 60)
+    for expected, found in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_a_snapshot_has_the_averaged_weights_and_training_goes_on_from_the_others(tmp_path: Path) -> None:
+    seen: list[Tensor] = []
+    config = LoopConfig(out=tmp_path / "a", steps=40, lr=1e-2, warmup=5, save_every=20, ema_decay=0.9)
+
+    def keep(module: nn.Module, step: int) -> None:
+        seen.append(module.layer.weight.detach().clone())
+
+    looked = train(Regression(), config, accelerator=Accelerator(cpu=True), batch=batch, snapshot=keep)
+    plain = run(tmp_path / "b", 40)
+    assert torch.equal(looked.layer.weight, plain.layer.weight)
+    assert torch.equal(seen[-1], plain.layer.weight) and not torch.equal(seen[0], seen[1])
+
+
+def test_states_are_saved_by_the_clock_too(tmp_path: Path) -> None:
+    steps: list[int] = []
+    config = LoopConfig(out=tmp_path, steps=50, lr=1e-2, save_every_s=0.0)
+    train(
+        Regression(),
+        config,
+        accelerator=Accelerator(cpu=True),
+        batch=batch,
+        snapshot=lambda module, step: steps.append(step),
+    )
+    assert steps == [20, 40, 50]  # the clock is looked at every 20 steps
+
+
+def test_logs_hold_losses_and_moving_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = LoopConfig(out=tmp_path, steps=4, lr=1e-2, log_every=2, logs=True)
+    train(Regression(), config, accelerator=Accelerator(cpu=True), batch=batch)
+    log_video(tmp_path, "sample", np.arange(3, dtype=np.uint8).repeat(48).reshape(3, 4, 4, 3) * 80, 4, fps=16)
+    found = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload()
+    assert [event.step for event in found.Scalars("loss/loss")] == [2, 4]
+    picture = Image.open(io.BytesIO(found.Images("sample")[0].encoded_image_string))
+    assert picture.n_frames == 3 and picture.size == (4, 4)
