@@ -1,8 +1,9 @@
 """``bench policies``: what KV policies cost in likeness to the full cache, and whether what they rest on holds.
 
 The embedded model renders held-out captions with schedule ``self_forcing``: once reading the whole history, then under
-each policy and budget, from the same noise. Frames are compared before any coding. A run that only looks measures how
-steady queries are before rotary positions, and how often approximate matching finds the key that brute force finds.
+each policy and budget, from the same noise. Frames are compared before any coding, on the device that decodes them. A
+run that only looks measures how steady queries are before and after rotary positions, and how often approximate
+matching finds the key that brute force finds.
 """
 
 import argparse
@@ -16,28 +17,32 @@ import torch
 from torch import Tensor
 
 from ..engine.lanes import DevicePlan
-from ..engine.rollout import render, stream_decode
+from ..engine.rollout import render
 from ..kv.ann import AnnOptions, recall
 from ..kv.policies import COMPACTORS, NAMES, BlockState, Compaction, OwnKV
 from ..kv.queries import query_statistics
 from ..kv.tokens import join, unrotate, whole_frames
 from ..kv_policy import FutureForcingOptions, KVPolicy, TempCacheOptions, WindowOptions
-from ..metrics import psnr
 from ..model.loading import EMBEDDED_SIZE, load_embedded
 from ..model.roles import Backbone
+from ..model.vae import StreamingDecoder, VaeState
 from ..specs import History, RolloutSpec, VideoShape
 from .bench_quality import held_out_captions
 from .bench_rows import RowBook, machine
+from .likeness import Consistency, psnr, ssim
 
 Z_95 = 1.96  # standard errors on each side of a mean that hold it 95 times in 100
 QUERIES = 64  # of a chunk, that are matched by brute force too
 BITS: Mapping[str, Sequence[int]] = {"quantised": (2, 4, 6, 8), "signs": (32, 64, 128, 256)}
+DECODED = 3  # latent frames that are decoded at a time
+LATE = 0.75  # share of a video after which its frames count as late
+FIFO = "window"  # what the other policies are compared with
 
 
 def policies(budget: int) -> dict[str, KVPolicy]:
     """Return what is compared at a budget of latent frames."""
     return {
-        "window": WindowOptions(budget_frames=budget),
+        FIFO: WindowOptions(budget_frames=budget),
         "history_only": FutureForcingOptions(budget_frames=budget, future_weight=0.0),
         "future_forcing": FutureForcingOptions(budget_frames=budget),
         "temp_cache": TempCacheOptions(budget_frames=budget),
@@ -50,6 +55,11 @@ class LookOptions(WindowOptions):
 
     recalls: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     stationarity: list[float] = field(default_factory=list)
+    cosines: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    """(``before`` or ``after`` rotary positions, distance in latent frames) -> cosine of a token's queries, a block at
+    a time."""
+    first: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    """Per block: the latent frame that is compared with, and its queries before and after."""
 
 
 NAMES[LookOptions] = "look"
@@ -60,8 +70,11 @@ def _look(state: BlockState | None, own: OwnKV, at: Compaction, options: LookOpt
     fresh = whole_frames(own.k_BLHD, own.v_BLHD, frames=at.frames, grid=at.grid)
     plain = unrotate(own.q_BLHD, fresh.place_BNH, grid=at.grid)
     if state is None or state.statistics is None:
+        size = at.grid.frame_tokens
+        options.first.append((at.next_frame - 1, plain[:, -size:], own.q_BLHD[:, -size:]))
         return BlockState(tokens=fresh, statistics=query_statistics(plain, grid=at.grid))
     statistics = state.statistics.update(plain, grid=at.grid)
+    _note_cosines(plain, own, at, options)
     options.stationarity.append(statistics.stationarity_BTH.mean().item())
     keys = unrotate(state.tokens.k_BNHD, state.tokens.place_BNH, grid=at.grid)
     sample = plain[:, :: max(1, plain.shape[1] // QUERIES)]
@@ -72,35 +85,57 @@ def _look(state: BlockState | None, own: OwnKV, at: Compaction, options: LookOpt
     return BlockState(tokens=join(state.tokens, fresh), statistics=statistics)
 
 
+def _note_cosines(plain_BLHD: Tensor, own: OwnKV, at: Compaction, options: LookOptions) -> None:
+    """Compare a chunk's last frame with the last frame of the first chunk, token by token; blocks come in turn."""
+    block = len(options.stationarity) % len(options.first)
+    frame, plain, turned = options.first[block]
+    size = at.grid.frame_tokens
+    for when, ours, theirs in (("before", plain_BLHD, plain), ("after", own.q_BLHD, turned)):
+        found = torch.nn.functional.cosine_similarity(ours[:, -size:].float(), theirs.float(), dim=-1)
+        options.cosines.setdefault((when, at.next_frame - 1 - frame), []).append(found.mean().item())
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the suite's options."""
     parser.add_argument("--captions", type=int, default=32, metavar="N", help="held-out captions (32)")
     parser.add_argument("--latents", type=int, default=81, metavar="N", help="length in latent frames (81)")
     parser.add_argument("--budgets", default="9,12,18", help="latent frames that a policy keeps (9,12,18)")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="captions rendered at once (8)")
+    parser.add_argument("--batch", type=int, default=32, metavar="N", help="captions rendered at once (32)")
     parser.add_argument("--seed", type=int, default=0, help="the first caption's seed; the next ones count up (0)")
     parser.add_argument("--device", default="auto", help="auto (the first CUDA device, or the CPU), cpu, cuda:0 (auto)")
     parser.add_argument("--assets", type=Path, metavar="FOLDER", help="another copy of the embedded model's files")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the rows to this file")
+    parser.add_argument(
+        "--commit", default="", metavar="TEXT", help="what rows say was measured, where there is no git"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and keep rows."""
+    budgets = _budgets(args.budgets)
+    for name, least in (("captions", 2), ("batch", 1), ("seed", 0)):
+        if getattr(args, name) < least:
+            raise ValueError(f"{name}={getattr(args, name)} is below {least}; use {name}={least} or more")
     device = DevicePlan(devices=(args.device,)).resolve()[0]
     backbone = load_embedded(args.assets, device=device)
     width, height = EMBEDDED_SIZE
     shape = VideoShape(width=width, height=height, latent_frames=args.latents)
     whole = RolloutSpec(shape=shape, schedule="self_forcing", anchors=None, history=History(chunks=args.latents))
     common = {"model": "embedded", "resolution": "128x192", "latents": args.latents, "devices": 1}
-    book = RowBook(path=args.json, machine=machine(device), common={**common, "schedule": "self_forcing"})
+    common |= {"schedule": "self_forcing", "fingerprint": backbone.fingerprint[:16], "seed": args.seed}
+    book = RowBook(path=args.json, machine=machine(device), common=common)
+    book.commit = args.commit or book.commit
     bench = Bench(backbone=backbone, device=device, captions=held_out_captions(args.captions), args=args)
-    look = LookOptions(budget_frames=args.latents + 1, sink_frames=0)
-    bench.look(replace(whole, kv_policy=look))
-    for (method, bits), found in look.recalls.items():
-        book.add("recall", sum(found) / len(found), "1", ann=method, bits=bits)
-    book.add("stationarity", sum(look.stationarity) / len(look.stationarity), "1")
-    bench.compare(whole, budgets=[int(text) for text in args.budgets.split(",")], book=book)
+    bench.look(replace(whole, kv_policy=LookOptions(budget_frames=args.latents + 1, sink_frames=0)), book=book)
+    bench.compare(whole, budgets=budgets, book=book)
     return 0
+
+
+def _budgets(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"budgets={text!r} are no numbers; use latent frames, such as 9,12,18") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,25 +147,62 @@ class Bench:
     captions: Sequence[str]
     args: argparse.Namespace
 
-    def look(self, spec: RolloutSpec) -> None:
-        """Render the first batch under a policy that only looks."""
+    def look(self, spec: RolloutSpec, *, book: RowBook) -> None:
+        """Render the first batch under a policy that only looks; file what it saw."""
         next(self._latents(spec))
+        look = spec.kv_policy
+        assert isinstance(look, LookOptions)
+        for (method, bits), found in look.recalls.items():
+            book.add("recall", mean(found), "1", ann=method, bits=bits)
+        book.add("stationarity", mean(look.stationarity), "1")
+        for (when, frames), cosines in look.cosines.items():
+            book.add("query_cosine", mean(cosines), "1", rotary=when, frames=frames)
 
     def compare(self, whole: RolloutSpec, *, budgets: Sequence[int], book: RowBook) -> None:
-        """File every policy's likeness to ``whole``, and its time per chunk."""
-        expected = [self._frames(latents) for latents, _ in self._latents(whole)]
+        """File every policy's likeness to ``whole``, what it gains over first in, first out, and its time per chunk."""
+        frames: list[Tensor] = []
+        full = Scores()
+        seconds = 0.0
+        for latents, took in self._latents(whole):
+            frames.append(torch.cat(list(self._decoded(latents)), dim=1))
+            full.add(frames[-1], frames[-1])
+            seconds += took
+        self._file("full", 0, full, seconds=seconds, whole=whole, book=book)
         for budget in budgets:
+            fifo: Scores | None = None
             for name, policy in policies(budget).items():
-                values: list[float] = []
-                seconds = 0.0
-                for truth, (latents, took) in zip(
-                    expected, self._latents(replace(whole, kv_policy=policy)), strict=True
-                ):
-                    values += [likeness(a, b) for a, b in zip(self._frames(latents), truth, strict=True)]
-                    seconds += took
-                config = {"policy": name, "budget": budget, "captions": len(values)}
-                book.add("psnr", mean(values), "dB", ci95=half_width(values), **config)
-                book.add("chunk_ms", 1000 * seconds / len(expected) / whole.num_chunks, "ms", **config)
+                scores, seconds = self._scores(replace(whole, kv_policy=policy), frames)
+                self._file(name, budget, scores, seconds=seconds, whole=whole, book=book, fifo=fifo)
+                fifo = scores if name == FIFO else fifo
+
+    def _scores(self, spec: RolloutSpec, expected: Sequence[Tensor]) -> tuple["Scores", float]:
+        scores, seconds = Scores(), 0.0
+        for reference, (latents, took) in zip(expected, self._latents(spec), strict=True):
+            scores.add_parts(self._decoded(latents), reference)
+            seconds += took
+        return scores, seconds
+
+    def _file(
+        self,
+        name: str,
+        budget: int,
+        scores: "Scores",
+        *,
+        seconds: float,
+        whole: RolloutSpec,
+        book: RowBook,
+        fifo: "Scores | None" = None,
+    ) -> None:
+        config = {"policy": name, "budget": budget, "captions": len(self.captions)}
+        for metric, unit in UNITS.items():
+            values = scores.values[metric]
+            if name != "full" or metric == "consistency":
+                book.add(metric, mean(values), unit, ci95=half_width(values), **config)
+            if fifo is not None:
+                gains = [ours - theirs for ours, theirs in zip(values, fifo.values[metric], strict=True)]
+                book.add(f"{metric}_gain", mean(gains), unit, ci95=half_width(gains), over=FIFO, **config)
+        batches = math.ceil(len(self.captions) / self.args.batch)
+        book.add("chunk_ms", 1000 * seconds / batches / whole.num_chunks, "ms", batch=self.args.batch, **config)
 
     def _latents(self, spec: RolloutSpec) -> Iterator[tuple[Tensor, float]]:
         """Yield the latents [B, C, F, h, w] of each batch of captions, and the seconds that they took."""
@@ -141,14 +213,45 @@ class Bench:
             made = render(self.backbone, seeded, [text], devices=DevicePlan(devices=(self.device,)))
             yield made.latents_BCFHW, time.perf_counter() - began
 
-    def _frames(self, latents_BCFHW: Tensor) -> list[Tensor]:
-        """Decode each video of a batch to uint8 [F, H, W, 3]."""
-        return [torch.cat(list(stream_decode(self.backbone, video[None]))) for video in latents_BCFHW]
+    def _decoded(self, latents_BCFHW: Tensor) -> Iterator[Tensor]:
+        """Yield uint8 frames [B, F, H, W, 3] of a whole batch on its device, a few at a time."""
+        decoder = StreamingDecoder(self.backbone.vae)
+        state: VaeState | None = None
+        with torch.inference_mode():
+            for part in latents_BCFHW.split(DECODED, dim=2):
+                frames, state = decoder.decode_in_place(part.to(self.device), state)
+                yield frames
 
 
-def likeness(frames: Tensor, reference: Tensor) -> float:
-    """Return the mean PSNR of a video's frames in dB; equal frames count as 100."""
-    return float(psnr(frames.numpy(), reference.numpy()).clip(max=100.0).mean())
+UNITS = {"psnr": "dB", "psnr_late": "dB", "ssim": "1", "consistency": "1"}
+
+
+@dataclass(slots=True)
+class Scores:
+    """One number per video and metric."""
+
+    values: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in UNITS})
+
+    def add(self, frames: Tensor, reference: Tensor) -> None:
+        """Measure a batch of whole videos."""
+        self.add_parts(frames.split(4 * DECODED, dim=1), reference)
+
+    def add_parts(self, parts: Sequence[Tensor] | Iterator[Tensor], reference: Tensor) -> None:
+        """Measure a batch of videos that come in parts, against whole ones, all uint8 [B, F, H, W, 3]."""
+        noise, structure, consistency = [], [], Consistency()
+        start = 0
+        for part in parts:
+            truth = reference[:, start : start + part.shape[1]]
+            noise.append(psnr(part, truth))
+            structure.append(ssim(part, truth))
+            consistency.add(part)
+            start += part.shape[1]
+        assert start == reference.shape[1], f"{start} frames are compared with {reference.shape[1]}"
+        decibels = torch.cat(noise, dim=1)
+        self.values["psnr"] += decibels.mean(dim=1).tolist()
+        self.values["psnr_late"] += decibels[:, int(LATE * start) :].mean(dim=1).tolist()
+        self.values["ssim"] += torch.cat(structure, dim=1).mean(dim=1).tolist()
+        self.values["consistency"] += consistency.per_video().tolist()
 
 
 def mean(values: Sequence[float]) -> float:

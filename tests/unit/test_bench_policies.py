@@ -1,15 +1,20 @@
 """What ``bench policies`` measures is what it says, on a small random backbone."""
 
+import argparse
 import math
 import statistics
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import AutoencoderKLWan
 
-from flashforward_core.commands.bench_policies import BITS, LookOptions, half_width, likeness, policies
+from flashforward_core.commands.bench_policies import BITS, Bench, LookOptions, Scores, half_width, policies
+from flashforward_core.commands.bench_rows import RowBook, read_rows
 from flashforward_core.engine.rollout import DevicePlan, render
+from flashforward_core.model.text import ByteT5Encoder, TextConfig
 from flashforward_core.specs import History
 
 pytestmark = pytest.mark.cpu
@@ -37,12 +42,45 @@ def test_the_past_alone_weighs_nothing_of_the_future() -> None:
     assert compared["history_only"] == replace(compared["future_forcing"], future_weight=0.0)
 
 
-def test_likeness_is_the_mean_psnr_and_equal_frames_count_as_100() -> None:
-    frames = torch.zeros(2, 4, 4, 3, dtype=torch.uint8)
+def test_scores_are_one_number_per_video() -> None:
+    """The last of four frames differs by a fifth of the range, in the second video only: 20·log10(5) dB there."""
+    frames = torch.zeros(2, 4, 16, 16, 3, dtype=torch.uint8)
     other = frames.clone()
-    other[1] = 51  # a fifth of the range: 20·log10(5) dB
-    assert likeness(frames, frames) == 100
-    assert likeness(frames, other) == pytest.approx((100 + 20 * math.log10(5)) / 2)
+    other[1, 3] = 51
+    scores = Scores()
+    scores.add(other, frames)
+    last = 20 * math.log10(5)
+    assert scores.values["psnr"] == pytest.approx([100, (300 + last) / 4])
+    assert scores.values["psnr_late"] == pytest.approx([100, last])
+    assert scores.values["ssim"][0] == pytest.approx(1)
+    assert scores.values["ssim"][1] < 1
+
+
+def test_policies_are_filed_with_what_they_gain_over_first_in_first_out(rig: Any, tmp_path: Path) -> None:
+    """Three captions in batches of two, 14 latent frames, at a budget of 7: every policy removes something."""
+    torch.manual_seed(0)
+    backbone = replace(
+        rig.backbone(),
+        vae=AutoencoderKLWan(base_dim=8, dim_mult=[1, 2, 4, 4], num_res_blocks=1, z_dim=16).eval(),
+        text_encoder=ByteT5Encoder(TextConfig(d_model=12, d_kv=4, d_ff=8, num_heads=2, num_layers=1, text_len=5)),
+    )
+    args = argparse.Namespace(batch=2, seed=0)
+    bench = Bench(backbone=backbone, device="cpu", captions=["dusk", "noon", "dawn"], args=args)
+    spec = rig.spec("self_forcing", anchors=None, history=History(chunks=14))
+    book = RowBook(path=tmp_path / "rows.json", machine="here", common={})
+    bench.look(replace(spec, kv_policy=LookOptions(budget_frames=15, sink_frames=0)), book=book)
+    bench.compare(spec, budgets=[7], book=book)
+    rows = read_rows(tmp_path / "rows.json")
+    found = {(row["metric"], row["config"].get("policy")): row for row in rows}
+    for name in policies(7):
+        assert 0 < found["psnr", name]["value"] < 100
+        assert 0 < found["ssim", name]["value"] < 1
+        assert found["psnr", name]["ci95"] > 0
+    gain = found["psnr_gain", "future_forcing"]["value"]
+    assert gain == pytest.approx(found["psnr", "future_forcing"]["value"] - found["psnr", "window"]["value"])
+    assert ("psnr_gain", "window") not in found and ("psnr", "full") not in found
+    cosines = {(r["config"]["rotary"], r["config"]["frames"]) for r in rows if r["metric"] == "query_cosine"}
+    assert cosines == {(when, frames) for when in ("before", "after") for frames in (3, 6, 9)}
 
 
 def test_the_interval_is_196_standard_errors_on_each_side() -> None:
