@@ -126,10 +126,11 @@ class PromptSchedule(io.ComfyNode):
         if (clip is None) == (backbone is None):
             told = "both unconnected" if clip is None else "both connected"
             raise ValueError(f"clip and backbone are {told}; connect the one whose text encoder to use")
-        prompts = [replace(prompt, time=_at_fps(prompt.time, fps)) for prompt in parse(text)]
+        prompts = [replace(prompt, time=at_fps(prompt.time, fps)) for prompt in parse(text)]
         encode = partial(encode_with_clip, clip) if clip is not None else partial(encode_with_backbone, backbone)
         return io.NodeOutput(encode_schedule(prompts, encode=encode))
 
 
-def _at_fps(time: PromptTime, fps: float) -> PromptTime:
+def at_fps(time: PromptTime, fps: float) -> PromptTime:
+    """Count a prompt's times in frames at ``fps``."""
     return replace(time, start=time.start.at_fps(fps), end=None if time.end is None else time.end.at_fps(fps))

@@ -13,12 +13,14 @@ from server import PromptServer
 from flashforward_core.kv_policy import KVPolicy
 from flashforward_core.model.config import EMBEDDED, WAN_1_3B, WAN_14B, WanConfig
 from flashforward_core.model.presets import choose_preset, fit_spec
-from flashforward_core.specs import RolloutSpec
+from flashforward_core.prompts import PromptTime, parse, spans
+from flashforward_core.specs import RolloutSpec, VideoShape
 
 from .devices import Devices, default_devices, device_plan
 from .loading import EMBEDDED as EMBEDDED_CHOICE
 from .planning import PLAN_VALUES, Plan, build_spec
 from .policies import KVPolicyNode, policy_options
+from .prompts import PromptSchedule, at_fps
 from .summary import predict_plan, to_page
 
 PATH = "/flashforward/plan"
@@ -55,8 +57,9 @@ def answer(body: Any) -> dict[str, Any]:
     """Simulate what the page asks for.
 
     ``body`` holds the Plan node's values by name, and where they are known: ``backbone`` and ``kv_policy`` (objects
-    with Load Backbone's and KV Policy's values), the Devices node's values, and
-    ``given_anchors`` (whether Plan Anchors runs first). Raises ``ValueError`` for what cannot work.
+    with Load Backbone's and KV Policy's values), the Devices node's values,
+    ``given_anchors`` (whether Plan Anchors runs first), ``prompts`` (``text`` and ``fps`` of a prompt's node) and
+    ``start`` (see ``_start_frames``). Raises ``ValueError`` for what cannot work.
     """
     if not isinstance(body, dict):
         raise ValueError("the request's body is no JSON object; send the Plan node's values by name")
@@ -67,6 +70,10 @@ def answer(body: Any) -> dict[str, Any]:
     spec, note = _fitted(build_spec(**_plan_values(body)), backbone, mode=_text(body, "preset", "auto"))
     if "kv_policy" in body:
         spec = replace(spec, kv_policy=_policy(body["kv_policy"]))
+    if "prompts" in body:
+        spec = replace(spec, prompts=spans(_prompt_times(body["prompts"]), spec.shape))
+    start = _start_frames(body["start"]) if "start" in body else 0
+    spec = replace(spec, start_frames=start or 0)
     chosen: dict[str, Any] = {name: _text(body, name, "") for name in DEVICES_VALUES if name in body}
     if "budget_gib" in body:
         chosen["budget_gib"] = _checked(_devices_entry("budget_gib"), body["budget_gib"], node="Devices")
@@ -76,7 +83,40 @@ def answer(body: Any) -> dict[str, Any]:
         config=_config(file_name),
         given_anchors=body.get("given_anchors") is True,
     )
-    return {**to_page(found), "note": note}
+    return {**to_page(found, start_known=start is not None), "note": note}
+
+
+def _prompt_times(values: Any) -> list[PromptTime]:
+    """Read when which prompt holds; hard cuts among them change what chunks read."""
+    if not isinstance(values, dict):
+        raise ValueError(f"prompts={values!r} is no JSON object; send the prompt node's values by name")
+    times = [prompt.time for prompt in parse(_text(values, "text", ""))]
+    if "fps" not in values:
+        return times
+    (entry,) = [entry for entry in PromptSchedule.define_schema().inputs if entry.id == "fps"]
+    fps = _checked(entry, values["fps"], node="Prompt Schedule")
+    return [at_fps(time, fps) for time in times]
+
+
+def _start_frames(start: Any) -> int | None:
+    """Count the latent frames that a video begins with; None where that shows only when it runs.
+
+    ``start`` is ``{"frames": n}``, ``{"plan": {...}}`` with the values of the Plan whose whole video goes on, or
+    ``{"unknown": true}``.
+    """
+    if isinstance(start, dict) and start.get("unknown") is True:
+        return None
+    if isinstance(start, dict) and isinstance(start.get("plan"), dict):
+        entries = {entry.id: entry for entry in Plan.define_schema().inputs}
+        known = {
+            name: _checked(entries[name], start["plan"].get(name), node="Plan")
+            for name in ("seconds", "width", "height", "fps")
+        }
+        return VideoShape.from_seconds(**known).latent_frames
+    frames = start.get("frames") if isinstance(start, dict) else None
+    if not isinstance(frames, int) or isinstance(frames, bool) or frames < 0:
+        raise ValueError(f"start={start!r} is no start; send frames, plan or unknown, or leave it out")
+    return frames
 
 
 def _fitted(spec: RolloutSpec, backbone: Mapping[str, Any], *, mode: str) -> tuple[RolloutSpec, str]:

@@ -101,14 +101,15 @@ def predict_plan(
 
     ``sizes`` are the backbone's; without them its weights are counted from ``config``.
     """
-    shown, lanes = first_chunks(spec, MAX_CHUNKS), resolved(devices)
+    most = spec.start_chunks + MAX_CHUNKS  # what is given is no steady pace to carry on from
+    shown, lanes = first_chunks(spec, most), resolved(devices)
     cost = fitted_cost(spec, model=config.name, devices=lanes)
     planner, render = _parts(shown, devices=devices, lanes=lanes, config=config, cost=cost, given=given_anchors)
     counts, length, seconds = _totals(planner, render)
     if shown is not spec:
-        half = first_chunks(spec, MAX_CHUNKS // 2)
+        half = first_chunks(spec, most - MAX_CHUNKS // 2)
         before = _totals(*_parts(half, devices=devices, lanes=lanes, config=config, cost=cost, given=given_anchors))
-        more = (spec.num_chunks - MAX_CHUNKS) / (MAX_CHUNKS - half.num_chunks)
+        more = (spec.num_chunks - most) / (most - half.num_chunks)
         counts = {name: round(count + (count - before[0][name]) * more) for name, count in counts.items()}
         length = round(length + (length - before[1]) * more)
         seconds = None if seconds is None or before[2] is None else seconds + (seconds - before[2]) * more
@@ -211,8 +212,8 @@ def _totals(planner: Part | None, render: Part) -> tuple[dict[str, int], float, 
     return together, length, sum(seconds) if len(seconds) == len(parts) else None
 
 
-def to_page(found: Prediction) -> dict[str, Any]:
-    """Return everything that the timeline draws, as plain data."""
+def to_page(found: Prediction, *, start_known: bool = True) -> dict[str, Any]:
+    """Return everything that the timeline draws, as plain data; ``start_known``: whether what is given is counted."""
     shown = found.shown
     return {
         **found.render.to_json(),
@@ -227,6 +228,7 @@ def to_page(found: Prediction) -> dict[str, Any]:
             "anchors": list(shown.anchor_positions()),
             "anchor_blocks": [list(block) for block in shown.anchor_blocks()],
             "num_stages": shown.stages.num_stages,
+            "start_seconds": _start_seconds(found.spec) if start_known else None,
         },
         "totals": {
             "forwards": found.counts,
@@ -238,6 +240,11 @@ def to_page(found: Prediction) -> dict[str, Any]:
             "exact": found.is_exact,
         },
     }
+
+
+def _start_seconds(spec: RolloutSpec) -> float:
+    """How much of the video is given."""
+    return replace(spec.shape, latent_frames=spec.start_frames).seconds if spec.start_frames else 0.0
 
 
 def in_words(found: Prediction) -> str:

@@ -32,8 +32,8 @@ def unescape(text: str) -> str:
     return re.sub(r"\{'(.)'\}", r"\1", text)
 
 
-def path(language: str) -> Path:
-    return LOCALES / language / "nodeDefs.json"
+def path(language: str, name: str = "nodeDefs") -> Path:
+    return LOCALES / language / f"{name}.json"
 
 
 def english(object_info: Json) -> Json:

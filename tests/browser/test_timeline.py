@@ -33,7 +33,7 @@ def seen(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Json:
     graph = json.loads((ROOT / "workflows" / "quickstart.json").read_text())
     (plan,) = [node for node in graph["nodes"] if node["type"] == "FlashForwardPlan"]
     plan["widgets_values"][2] = NINE_LATENTS_S
-    plan["size"][1] = 600  # as in other workflows; at this height an equal share of the room is too little for the text
+    plan["size"][1] = 630  # an equal share of its room would be too little for the text
     workflow = tmp_path_factory.mktemp("workflow") / "short.json"
     workflow.write_text(json.dumps(graph))
     folder = ROOT / ".out" / "timeline"

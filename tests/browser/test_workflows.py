@@ -50,6 +50,30 @@ def test_what_the_editor_queues_is_what_the_file_says(name: str, seen: Json, ser
     assert theirs == to_api(json.loads(FILES[name].read_text()), Client(server.url).object_info())
 
 
+def test_timelines_count_the_start_that_they_can_know(seen: Json) -> None:
+    """A finished video of 5 seconds that goes on, and a picture, in the workflows that show them; elsewhere none."""
+    starts = {
+        (name, key): plan["start"]
+        for name in NAMES
+        for key, plan in seen["opened"][name]["plans"].items()
+        if plan["start"]
+    }
+    assert starts == {("extension", "8"): 81 / 16, ("start_image", "4"): 1 / 16}
+
+
+def test_timelines_show_hard_cuts(seen: Json) -> None:
+    """The third prompt of `prompt_schedule` begins after 14 s, with latent frame 57, the first of chunk 19."""
+    (plan,) = seen["opened"]["prompt_schedule"]["plans"].values()
+    assert plan["scenes"] == [0, 19]
+    (plain,) = seen["opened"]["quickstart"]["plans"].values()
+    assert plain["scenes"] == [0]
+
+
+def test_no_timeline_complains(seen: Json) -> None:
+    errors = [plan["error"] for name in NAMES for plan in seen["opened"][name]["plans"].values()]
+    assert errors == [""] * len(errors)
+
+
 def meaning(workflow: Json) -> Json:
     """What a saved workflow says: nodes with what feeds their inputs, and groups. Names of links are the editor's."""
     sources = {link[0]: (link[1], link[2]) for link in workflow["links"]}

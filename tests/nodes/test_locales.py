@@ -56,6 +56,12 @@ def test_every_text_is_there_in_every_language_and_none_is_stale(
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
+def test_the_pages_words_are_served(served: Json, language: str) -> None:
+    """`tests/web` compares the languages; here they reach the page under the name that it asks for."""
+    assert served[language]["flashforward"] == json.loads(path(language, "main").read_text())["flashforward"]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
 def test_no_text_holds_the_editors_message_syntax(language: str) -> None:
     """An unquoted bar would cut a text in two, and braces or @ would look for other messages."""
     messages = dict(flat(json.loads(path(language).read_text(encoding="utf-8"))))

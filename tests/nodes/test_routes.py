@@ -129,6 +129,64 @@ def test_seconds_are_predicted_once_this_machine_has_been_measured(server: Serve
         path.unlink()
 
 
+def commits(answer: Json) -> list[str]:
+    return [task["id"] for task in answer["graph"]["tasks"] if task["id"].startswith("renderer/commit")]
+
+
+def test_a_given_start_is_counted(server: Server) -> None:
+    """A chunk of three given frames needs no denoising: it is committed once for each of the four stages' banks."""
+    answer = plan(server, start={"frames": 7})
+    assert len(commits(answer)) == 2 * 4
+    assert answer["totals"]["forwards"]["renderer_denoise"] == (27 - 2) * 4
+    assert answer["video"]["start_seconds"] == (4 * 7 - 3) / 16
+    assert plan(server)["video"]["start_seconds"] == 0
+
+
+def test_a_start_is_as_long_as_the_plan_that_makes_it(server: Server) -> None:
+    first = {name: EMBEDDED[name] for name in ("width", "height", "fps")} | {"seconds": 5.0}
+    start = VideoShape.from_seconds(5.0, width=192, height=128).latent_frames
+    answer = plan(server, start={"plan": first})
+    assert answer["totals"] == plan(server, start={"frames": start})["totals"]
+    assert len(commits(answer)) == start // 3 * 4
+
+
+def test_a_start_of_unknown_length_is_said_not_to_be_counted(server: Server) -> None:
+    answer = plan(server, start={"unknown": True})
+    assert answer["video"]["start_seconds"] is None
+    assert answer["graph"] == plan(server)["graph"]
+
+
+def test_a_long_video_that_goes_on_is_carried_on_from_after_its_start(server: Server) -> None:
+    answer = plan(server, seconds=200.0, devices="cpu*4", layout="interleaved", start={"frames": 240})
+    assert not answer["totals"]["exact"]
+    spec = RolloutSpec(shape=VideoShape.from_seconds(200.0, width=192, height=128), start_frames=240)
+    graph = build_graph(spec, decode=False)
+    assert answer["totals"]["forwards"]["total"] == pytest.approx(graph.counts()["total"], rel=0.01)
+
+
+def test_a_hard_cut_is_drawn(server: Server) -> None:
+    """81 latent frames: the third prompt begins with latent frame 57 (225 video frames), so with chunk 19."""
+    text = "noon [7s] | dusk [7s] | night [6s#]"
+    tasks = plan(server, prompts={"text": text})["graph"]["tasks"]
+    reads = {
+        task["index"]: [slot for slot in task["reads"] if slot.startswith("kv/")]
+        for task in tasks
+        if task["id"].startswith("renderer/denoise") and task["stage"] == 0
+    }
+    assert reads[18][-1] == "kv/17/0/stage0"
+    assert reads[19] == []
+    assert reads[20] == ["kv/19/0/stage0"]
+    assert reads[5] == [f"kv/{chunk}/0/stage0" for chunk in range(5)]  # no cut there: dusk follows noon
+
+
+def test_times_in_frames_count_at_the_prompts_rate(server: Server) -> None:
+    """28 frames at 8 fps are 3.5 s: video frame 56, nearest to the beginning of latent frame 15 (57)."""
+    video = {"text": "noon [28f] | night [#]", "fps": 8}
+    tasks = plan(server, prompts=video)["graph"]["tasks"]
+    first = [task for task in tasks if task["id"] == "renderer/denoise/c5/s0"]
+    assert [slot for slot in first[0]["reads"] if slot.startswith("kv/")] == []
+
+
 POLICY = {"policy": "window", "budget_frames": 9, "sink_frames": 3, "future_weight": 0.5, "threshold": 0.9}
 
 
@@ -169,6 +227,13 @@ def test_a_schedule_without_anchors_has_none(server: Server) -> None:
         ({"kv_policy": POLICY["policy"]}, ("kv_policy='window'", "JSON object")),
         ({"kv_policy": {**POLICY, "budget_frames": 0}}, ("budget_frames=0", "1 to 3000")),
         ({"kv_policy": {}}, ("policy=None", "KV Policy")),
+        ({"prompts": "noon"}, ("prompts='noon'", "JSON object")),
+        ({"prompts": {"text": "noon [30s] | night"}}, ("prompt 2", "the video ends at")),
+        ({"prompts": {"text": "noon", "fps": 0}}, ("fps=0", "1 to 240")),
+        ({"start": 7}, ("start=7", "frames")),
+        ({"start": {"frames": -1}}, ("start={'frames': -1}", "leave it out")),
+        ({"start": {"frames": 81}}, ("start_frames=81", "longer video")),
+        ({"start": {"plan": {"seconds": 5.0}}}, ("width=None", "whole number")),
         ({"layout": "round"}, ("layout='round'", "interleaved")),
         ({"devices": "cpu", "layout": "streaming"}, ("devices=1", "streaming")),
     ],

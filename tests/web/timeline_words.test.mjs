@@ -2,8 +2,13 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { applyDone, applySpans, indexPlan, layout, noRuns } from "../../web/js/timeline_model.js";
-import { bytes, chromeTrace, describe, exportJson, headline, ranges, videoSeconds } from "../../web/js/timeline_words.js";
+import * as words from "../../web/js/timeline_words.js";
 import { plan, spanEvent } from "./plan.mjs";
+import { say } from "./locales.mjs";
+
+const { bytes, chromeTrace, exportJson, ranges, videoSeconds } = words;
+const headline = (of, runs) => words.headline(of, runs, say.en);
+const describe = (of, item) => words.describe(of, item, say.en);
 
 const index = indexPlan(plan());
 const view = layout({ index, runs: noRuns(), width: 360, height: 200 });

@@ -3,70 +3,40 @@
 import { app } from "../../../scripts/app.js";
 import { api } from "../../../scripts/api.js";
 import { FOLD, foldAdvanced } from "./folding.js";
+import { requestOf, typeOf } from "./plan_request.js";
 import { fitShownText } from "./shown_text.js";
 import { applyDone, applyPictures, applySpans, applyStop, indexPlan, noRuns, numLanes, wantedHeight } from "./timeline_model.js";
 import { TimelineView } from "./timeline_view.js";
 import { chromeTrace, exportJson } from "./timeline_words.js";
+import { speaker, speakerFor } from "./words.js";
 
 const PLAN = "FlashForwardPlan";
-const DEVICES = "FlashForwardDevices";
-const LOADER = "FlashForwardLoadBackbone";
-const POLICY = "FlashForwardKVPolicy";
-const LORA = "FlashForwardApplyLoRA";
 const WIDGET = "flashforward_timeline";
 const DECODE = "FlashForwardDecodeVideo";
 const DEBOUNCE_MS = 120;
 const VIDEO_LOADS_MS = [300, 1000, 3000]; // when a finished video may have been put on its node
+const MENU = ["png", "json", "trace"];
 const timelines = new Map(); // Plan node -> its Timeline
+let say = speaker({}); // until the words are there
 
-const typeOf = (node) => node?.constructor?.comfyClass ?? node?.type;
-const isSaved = (widget) => widget.serialize !== false && widget.options?.serialize !== false; // others only show things
-const valuesOf = (node) => Object.fromEntries((node.widgets ?? []).filter(isSaved).map(({ name, value }) => [name, value]));
-
-/** The node that feeds an input, looking through reroutes; null when nothing does. */
-function sourceOf(node, name) {
-  let slot = node.inputs?.findIndex((input) => input.name === name) ?? -1;
-  let from = slot < 0 ? null : node.getInputNode(slot);
-  for (let hops = 0; from && typeOf(from) === "Reroute" && hops < 50; hops += 1) from = from.getInputNode(0);
-  return from;
-}
-
-/** Whether a render that reads this plan has its anchors connected, and so does not plan them itself. */
-function anchorsAreGiven(node) {
-  const nodes = node.graph?.nodes ?? [];
-  const renders = nodes.filter((other) => /^FlashForwardRender/.test(typeOf(other)) && sourceOf(other, "plan") === node);
-  return renders.some((other) => sourceOf(other, "anchors") !== null);
-}
-
-/** The Load Backbone node behind a backbone input, through Apply LoRA; null when there is none. */
-function backboneOf(node) {
-  let from = sourceOf(node, "backbone");
-  for (let hops = 0; typeOf(from) === LORA && hops < 50; hops += 1) from = sourceOf(from, "backbone");
-  return typeOf(from) === LOADER ? from : null;
-}
-
-/** Everything that the prediction depends on. */
-function requestOf(node) {
-  const body = { ...valuesOf(node), given_anchors: anchorsAreGiven(node) };
-  const devices = sourceOf(node, "devices");
-  if (typeOf(devices) === DEVICES) Object.assign(body, valuesOf(devices));
-  const policy = sourceOf(node, "kv_policy");
-  if (typeOf(policy) === POLICY) body.kv_policy = valuesOf(policy);
-  const backbone = backboneOf(node);
-  if (backbone) body.backbone = valuesOf(backbone);
-  return body;
+/** The page's words, in the language that the editor has. */
+async function loadWords() {
+  const response = await api.fetchApi("/i18n");
+  if (response.ok) say = speakerFor(await response.json(), app.extensionManager?.setting?.get("Comfy.Locale") ?? "en");
 }
 
 class Timeline {
   constructor(node) {
     this.node = node;
-    this.view = new TimelineView({ zoom: () => app.canvas.ds.scale });
+    this.view = new TimelineView({ zoom: () => app.canvas.ds.scale, say });
     this.runs = noRuns();
     this.index = null;
     this.asked = ""; // the latest request
     this.answered = ""; // the request that what is shown answers
     this.run = ""; // the latest run
+    this.answer = ""; // to that request
     this.ran = ""; // the request that stood when what is shown as measured began to run
+    this.ranAnswer = ""; // to that request, once known
     this.timer = 0;
     this.abort = null;
     const options = { serialize: false, hideOnZoom: false, getMinHeight: () => this.height(), getValue: () => "", setValue() {} };
@@ -95,21 +65,24 @@ class Timeline {
     try {
       const options = { method: "POST", body, headers: { "Content-Type": "application/json" }, signal: this.abort.signal };
       const response = await api.fetchApi("/flashforward/plan", options);
-      const answer = await response.json();
+      const answer = await response.text();
       if (body === this.asked) this.take(body, response.ok, answer);
     } catch (error) {
-      if (error.name !== "AbortError" && body === this.asked) this.view.setError("the server does not answer");
+      if (error.name !== "AbortError" && body === this.asked) this.view.setError(say("error.silent"));
     }
   }
 
-  take(body, isPlan, answer) {
+  take(body, isPlan, text) {
+    const answer = JSON.parse(text);
     this.answered = body;
+    this.answer = text;
     if (!isPlan) {
-      this.view.setError(answer.error ?? "the server cannot predict this plan");
+      this.view.setError(answer.error ?? say("error.unclear"));
       return;
     }
     this.index = indexPlan(answer);
-    if (body !== this.ran) this.setRuns(noRuns()); // what ran was another plan
+    if (body === this.ran) this.ranAnswer = text;
+    if (text !== this.ranAnswer) this.setRuns(noRuns()); // what ran was another plan, not only other words
     this.view.setPlan(this.index);
     this.fit();
   }
@@ -126,6 +99,7 @@ class Timeline {
     this.run = event.run;
     this.check(); // a value may have changed right before the run
     this.ran = this.asked;
+    this.ranAnswer = this.answered === this.asked ? this.answer : "";
   }
 
   /** Make room for the lanes; never take any away that the artist gave. */
@@ -225,6 +199,8 @@ function repaintOnThemeChange() {
 app.registerExtension({
   name: "FlashForward.Timeline",
 
+  init: loadWords,
+
   setup() {
     follow("flashforward.span", applySpans);
     follow("flashforward.preview", applyPictures);
@@ -238,7 +214,7 @@ app.registerExtension({
   nodeCreated(node) {
     if (!String(typeOf(node)).startsWith("FlashForward")) return;
     saveInputsOnly(node);
-    foldAdvanced(node);
+    foldAdvanced(node, say);
     chain(node, "onDrawForeground", () => fitShownText(node));
     if (typeOf(node) === PLAN) attach(node);
     if (typeOf(node) === DECODE) redrawWithVideo(node);
@@ -247,12 +223,7 @@ app.registerExtension({
   getNodeMenuItems(node) {
     const timeline = timelines.get(node);
     if (!timeline?.index) return [];
-    const item = (content, kind) => ({ content, callback: () => timeline.export(kind) });
-    return [
-      item("Save timeline as PNG", "png"),
-      item("Save timeline as JSON", "json"),
-      item("Save timeline as Chrome trace", "trace"),
-    ];
+    return MENU.map((kind) => ({ content: say(`menu.${kind}`), callback: () => timeline.export(kind) }));
   },
 });
 

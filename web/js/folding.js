@@ -6,9 +6,9 @@ const GAP = 4; // pixels, which the editor leaves after every widget
 
 /**
  * Hide the inputs that the server calls advanced until the button is pressed; the node keeps, and saves, which it is. In
- * Nodes 2.0, where the page and not the canvas lays inputs out, all are shown.
+ * Nodes 2.0, where the page and not the canvas lays inputs out, all are shown. `say` is a speaker of words.js.
  */
-export function foldAdvanced(node) {
+export function foldAdvanced(node, say) {
   if (globalThis.LiteGraph?.vueNodesMode) return;
   const folded = (node.widgets ?? []).filter((widget) => widget.options?.advanced);
   if (!folded.length) return;
@@ -17,7 +17,7 @@ export function foldAdvanced(node) {
   button.tooltip = folded.map(({ name }) => name).join(", ");
   const show = () => {
     for (const widget of folded) fold(widget, !node.showAdvanced);
-    button.label = node.showAdvanced ? "fewer inputs" : `${folded.length} more input${folded.length > 1 ? "s" : ""}`;
+    button.label = node.showAdvanced ? say("inputs.fewer") : say("inputs.more", { n: folded.length });
   };
   const toggle = () => {
     node.showAdvanced = !node.showAdvanced;

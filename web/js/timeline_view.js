@@ -57,9 +57,10 @@ function wrap(context, text, width, count) {
 }
 
 export class TimelineView {
-  /** `zoom` tells how much the page enlarges the element. */
-  constructor({ zoom }) {
+  /** `zoom` tells how much the page enlarges the element; `say` is a speaker of words.js. */
+  constructor({ zoom, say }) {
     this.zoom = zoom;
+    this.say = say;
     this.element = document.createElement("div");
     this.element.className = "flashforward-timeline";
     this.element.style.cssText = "position:relative;width:100%;height:100%;overflow:hidden";
@@ -176,13 +177,13 @@ export class TimelineView {
       context.fillText(fitText(context, words, room), x, y);
     };
     const room = view.width - 2 * SIZES.pad;
-    headline(index, this.runs).forEach((words, order) => {
+    headline(index, this.runs, this.say).forEach((words, order) => {
       text(words, SIZES.pad, SIZES.pad + 6 + order * SIZES.line, order ? theme.muted : theme.text, room);
     });
     this.paintStrip(context, theme, lit);
     this.paintLanes(context, theme, lit);
-    if (!this.hover) paintLegend(context, theme, view, index);
-    const told = wrap(context, describe(index, this.hover), room, 2);
+    if (!this.hover) paintLegend(context, theme, this);
+    const told = wrap(context, describe(index, this.hover, this.say), room, 2);
     told.forEach((words, order) => text(words, SIZES.pad, view.infoY - 2 + order * SIZES.line, theme.text, room));
   }
 
@@ -234,7 +235,7 @@ export class TimelineView {
     if (view.sections.length > 1) {
       for (const section of view.sections) {
         context.fillStyle = theme.muted;
-        context.fillText(fitText(context, section.title, section.w), section.x, view.area.y - SIZES.line / 2);
+        context.fillText(fitText(context, this.say(`part.${section.key}`), section.w), section.x, view.area.y - SIZES.line / 2);
       }
     }
     for (const task of view.tasks) this.paintTask(context, theme, task, lit);
@@ -299,10 +300,11 @@ function triangle(context, { x, y, w, h }, scale) {
   context.fill();
 }
 
-function paintLegend(context, theme, view, index) {
+function paintLegend(context, theme, { view, index, say }) {
   const tones = new Set(view.tasks.map((task) => task.tone));
   const stages = Array.from({ length: index.video.num_stages }, (_, stage) => `stage${stage}`);
-  const entries = [["planner", "planner"], ["commit", "commit"], ...stages.map((stage, n) => [stage, n ? `${n}` : "stage 0"])];
+  const stageWords = stages.map((stage, n) => [stage, n ? `${n}` : say("legend.first_stage", { n })]);
+  const entries = [["planner", say("legend.planner")], ["commit", say("legend.commit")], ...stageWords];
   let x = SIZES.pad;
   for (const [tone, words] of entries.filter(([name]) => tones.has(name))) {
     context.fillStyle = toneColour(theme, tone);
