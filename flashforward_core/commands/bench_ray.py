@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -151,7 +152,7 @@ def _file(bench: Bench, runs: dict[str, list[_Run]], *, devices: str, lanes: int
     config |= {"pairs": len(runs[HERE]), "sha256": runs[HERE][0].sha256[:16]}
     for way, several in runs.items():
         seconds = [one.seconds for one in several]
-        found = {"lanes": way, "all_s": [round(one, 4) for one in seconds]}
+        found: dict[str, Any] = {"lanes": way, "all_s": [round(one, 4) for one in seconds]}
         bench.book.add("rollout_s", statistics.median(seconds), "s", **config, **found)
         gap_s = statistics.median(gap for one in several for gap in gaps(one.spans))
         bench.book.add("task_gap_ms", gap_s * 1000, "ms", **config, lanes=way)
