@@ -1,4 +1,7 @@
-"""Which KV policy a rollout has, and its settings: frozen and validated. How each works: kv/policies.py."""
+"""Which KV policy a rollout has, whether its attention is sparse, and their settings: frozen and validated.
+
+How each works: kv/policies.py, kv/sparse.py.
+"""
 
 from dataclasses import dataclass, field, replace
 
@@ -136,3 +139,35 @@ def policy_named(name: str, *, budget_frames: int | None = None) -> KVPolicy:
     if isinstance(default, KeepOptions):
         raise ValueError(f"kv_budget={budget_frames} has no use with kv_policy={name!r}; choose another policy")
     return replace(default, budget_frames=budget_frames)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseOptions:
+    """Where attention is sparse, and how fine the buckets are. Planes and tables are ours: the paper gives none."""
+
+    dense_share: float = 0.3
+    """Share of the stages that stay dense, the first ones; rounded, at least one stage."""
+    sparse_share: float = 0.7
+    """Share of the transformer blocks that are sparse, the last ones; rounded."""
+    planes: int = 3
+    """2^planes buckets."""
+    tables: int = 1
+    """Sets of planes, of which one must agree."""
+    seed: int = 0
+    video: bool = True
+    """Whether self-attention is sparse (AnnSA)."""
+    prompt: bool = True
+    """Whether cross-attention is (AnnCA)."""
+
+    def __post_init__(self) -> None:
+        for name in ("dense_share", "sparse_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} is no share; use 0 to 1")
+        if not 1 <= self.planes <= 16 or not 1 <= self.tables <= 16:
+            raise ValueError(f"planes={self.planes} and tables={self.tables} are out of range; use 1 to 16 of each")
+
+    def is_sparse(self, *, stage: int, num_stages: int, block: int, num_blocks: int) -> bool:
+        """Whether a transformer block attends sparsely at a stage: of 4 stages the first is dense."""
+        first_stage = max(1, round(self.dense_share * num_stages))
+        first_block = num_blocks - round(self.sparse_share * num_blocks)
+        return stage >= first_stage and block >= first_block

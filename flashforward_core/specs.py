@@ -7,7 +7,7 @@ naming the field, its value, the bound and the remedy.
 import math
 from dataclasses import dataclass, field
 
-from .kv_policy import KeepOptions, KVPolicy
+from .kv_policy import KeepOptions, KVPolicy, SparseOptions
 
 SPATIAL_FACTOR = 8  # the Wan VAE's spatial stride
 TEMPORAL_FACTOR = 4  # the Wan VAE's temporal stride; the first latent frame is one video frame
@@ -206,9 +206,11 @@ class RolloutSpec:
     prompts: tuple[PromptSpan, ...] = (PromptSpan(),)
     seed: int = 0
     kv_policy: KVPolicy = field(default_factory=KeepOptions)
+    """What is kept of the history; anything but ``KeepOptions`` replaces the history's window and sink."""
     start_frames: int = 0
     """Latent frames at the start that are given, clean: an image's, or a video's that goes on."""
-    """What is kept of the history; anything but ``KeepOptions`` replaces the history's window and sink."""
+    sparse: SparseOptions | None = None
+    """Where attention is sparse; None: nowhere."""
 
     def __post_init__(self) -> None:
         _at_least("chunk_frames", self.chunk_frames, 1, "use chunk_frames=3")

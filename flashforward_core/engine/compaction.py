@@ -5,6 +5,7 @@ import torch
 from ..graph.task import ForwardTask, Slot, Space
 from ..kv.bank import BankView
 from ..kv.policies import Compaction, OwnKV, PolicyState, PolicyView, is_biased, next_state
+from ..kv.sparse import SparseForward
 from ..kv.tokens import Grid
 from ..model.attention import AttentionBackend
 from ..model.biased_attention import resolve_biased_attention
@@ -25,17 +26,30 @@ def handed_over(task: ForwardTask) -> tuple[Slot, ...]:
 
 
 def policy_view(
-    task: ForwardTask, inner: BankView, kept: PolicyState | None, *, spec: RolloutSpec, attention: AttentionBackend
+    task: ForwardTask,
+    inner: BankView,
+    kept: PolicyState | None,
+    *,
+    spec: RolloutSpec,
+    attention: AttentionBackend,
+    sparse: SparseForward | None = None,
 ) -> BankView | PolicyView:
-    """Return what a forward attends to under the rollout's policy; ``inner`` itself where it has no part in it."""
+    """Return what a forward attends to under the rollout's policy; ``inner`` itself where it has no part in it.
+
+    ``sparse`` is the forward's attention, if it is sparse anywhere.
+    """
     collects = bool(handed_over(task))
     if kept is None and not collects:
         return inner
     return PolicyView(
         inner,
         kept,
-        attend=attention.attend,
-        attend_biased=resolve_biased_attention("auto", inner.own_tokens.device).attend,
+        attend=attention.attend if sparse is None else sparse.self_attend,
+        attend_biased=(
+            resolve_biased_attention("auto", inner.own_tokens.device).attend
+            if sparse is None
+            else sparse.self_attend_biased
+        ),
         biased=is_biased(spec.kv_policy),
         collects=collects,
     )

@@ -5,7 +5,7 @@ import importlib.util
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from ..graph.task import ForwardTask, Role
 from ..kv.bank import BankView
 from ..kv.pages import View
 from ..kv.policies import PolicyView
+from ..kv.sparse import SparseForward
 from ..model.attention import AttentionBackend
 from ..model.compiled import compiled_parts
 from ..model.transformer import BlockParts, CausalWanTransformer, KVContext, TextContext
@@ -98,16 +99,19 @@ class Forwarder:
         text: TextContext,
         prompt: int,
         view: Any,
+        sparse: SparseForward | None = None,
     ) -> Tensor:
         """Return the velocity; use it before the next call, which overwrites it. ``prompt`` is the index of its text.
 
-        ``view`` is what ``LaneBanks.open`` gave; its own page is written.
+        ``view`` is what ``LaneBanks.open`` gave; its own page is written. ``sparse`` attends, if given; what it skips
+        depends on the values, so such a forward is not recorded.
         """
         with self._turn:
-            return self._run(task, Inputs(x_BCFHW, timestep_BF, frames), text, prompt, view)
+            compute = partial(self._compute, task, text=text, sparse=sparse)
+            inputs = Inputs(x_BCFHW, timestep_BF, frames)
+            return compute(inputs, view) if sparse is not None else self._run(task, inputs, compute, prompt, view)
 
-    def _run(self, task: ForwardTask, inputs: Inputs, text: TextContext, prompt: int, view: Any) -> Tensor:
-        compute = partial(self._compute, task, text=text)
+    def _run(self, task: ForwardTask, inputs: Inputs, compute: Callable[..., Tensor], prompt: int, view: Any) -> Tensor:
         recordings = self._recordings
         indexed = view.indexed() if recordings is not None and isinstance(view, BankView) else None
         if recordings is None or indexed is None:
@@ -117,10 +121,13 @@ class Forwarder:
         recordings.count(kind)
         return v
 
-    def _compute(self, task: ForwardTask, inputs: Inputs, view: KVContext, *, text: TextContext) -> Tensor:
+    def _compute(
+        self, task: ForwardTask, inputs: Inputs, view: KVContext, *, text: TextContext, sparse: SparseForward | None
+    ) -> Tensor:
         assert task.role is not None
         attend = self._attention.attend
-        self_attend = view.attend if isinstance(view, PolicyView) else attend
+        dense = attend if sparse is None else sparse.self_attend
+        self_attend = view.attend if isinstance(view, PolicyView) else dense
         v: Tensor = self._models[task.role](
             inputs.x_BCFHW,
             timestep_BF=inputs.timestep_BF,
@@ -129,7 +136,7 @@ class Forwarder:
             role=task.role,
             kv=view,
             self_attend=self_attend,
-            cross_attend=attend,
+            cross_attend=attend if sparse is None else sparse.cross_attend,
             parts=self._parts(task.role, inputs.x_BCFHW),
         )
         return v

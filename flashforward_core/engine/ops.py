@@ -11,8 +11,11 @@ from torch import Tensor
 from ..flow import keyed_noise_frames, predict_x0, renoise, timestep
 from ..graph.task import ForwardTask, Kind, Role, Slot, Space
 from ..kv.bank import Home, LaneBanks
+from ..kv.padding import MergedPrompt, merge_padding
 from ..kv.policies import PolicyState, PolicyView
+from ..kv.sparse import SparseForward
 from ..model.attention import AttentionBackend
+from ..model.biased_attention import resolve_biased_attention
 from ..model.transformer import CausalWanTransformer, TextContext
 from ..model.vae import Decoder
 from ..specs import RolloutSpec
@@ -79,6 +82,8 @@ class LaneState:
     forward: Forwarder
     contexts: dict[tuple[Role, int], TextContext] = field(default_factory=dict)
     """By role and prompt, computed once."""
+    merged: dict[tuple[Role, int], MergedPrompt] = field(default_factory=dict)
+    """The same prompts with their padding as one row, where attention is sparse."""
     checks: list[Callable[[], None]] = field(default_factory=list)
     """What the running task has to have looked at when its device is done; they raise."""
     policy_bytes: dict[str, int] = field(default_factory=dict)
@@ -219,8 +224,11 @@ def _forward(
     frames = inputs.frames_of(task)
     device = state.lane.device
     kept = _kept(task, state, values)
-    view = policy_view(task, state.banks.open(task, homes), kept, spec=inputs.spec, attention=state.attention)
     text, prompt = _text(task, inputs=inputs, state=state, frame=frames[0])
+    sparse = _sparse(task, inputs=inputs, state=state, prompt=prompt)
+    view = policy_view(
+        task, state.banks.open(task, homes), kept, spec=inputs.spec, attention=state.attention, sparse=sparse
+    )
     v = state.forward(
         task,
         x_BCFHW,
@@ -229,6 +237,7 @@ def _forward(
         text=text,
         prompt=prompt,
         view=view,
+        sparse=sparse,
     )
     state.banks.close(task)
     return v, {slot: view.collected for slot in handed_over(task) if isinstance(view, PolicyView)}
@@ -240,5 +249,27 @@ def _text(task: ForwardTask, *, inputs: RunInputs, state: LaneState, frame: int)
     key = (task.role, inputs.spec.prompt_at(frame))
     if key not in state.contexts:
         text = state.lane.ops.put(inputs.texts[key[1]]).to(state.banks.dtype)
-        state.contexts[key] = state.models[task.role].text_context(text, task.role)
+        context = state.models[task.role].text_context(text, task.role)
+        if inputs.spec.sparse is not None:
+            state.merged[key] = merge_padding(context, text)
+            context = state.merged[key].text
+        state.contexts[key] = context
     return state.contexts[key], key[1]
+
+
+def _sparse(task: ForwardTask, *, inputs: RunInputs, state: LaneState, prompt: int) -> SparseForward | None:
+    """Return a forward's attention where the rollout has it sparse. A commit counts as the last stage."""
+    spec = inputs.spec
+    if spec.sparse is None:
+        return None
+    assert task.role is not None
+    stages = spec.stages.num_stages
+    return SparseForward(
+        spec.sparse,
+        state.merged[task.role, prompt],
+        stage=min(task.stage, stages - 1),
+        num_stages=stages,
+        num_blocks=state.models[task.role].config.num_layers,
+        attend=state.attention.attend,
+        attend_biased=resolve_biased_attention("auto", state.lane.device).attend,
+    )

@@ -239,8 +239,9 @@ def _resume(
 ) -> Resume:
     _check_reuse(reuse_bytes)
     backbone.store.shrink(reuse_bytes)
-    # what a KV policy keeps from chunk to chunk is in no snapshot, and another machine's KV stays there
-    if not reuse_bytes or inputs.spec.compacts or devices.ray_address:
+    # what a KV policy keeps is in no snapshot, keys of slots do not tell of sparse attention, and another machine's KV
+    # stays there
+    if not reuse_bytes or inputs.spec.compacts or inputs.spec.sparse or devices.ray_address:
         return whole(graph, inputs.spec)
     kv = devices.memory.kv
     page_bytes = bank_shape(backbone, inputs, packed=kv == "fp8").bank_bytes(frames=1)

@@ -189,6 +189,7 @@ class Run:
             state.banks.free()
             state.forward.free()
             state.contexts.clear()
+            state.merged.clear()
         for stream in self.streams:
             stream.free()
 

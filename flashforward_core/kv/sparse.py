@@ -7,46 +7,21 @@ Letters: B batch, L queries, N keys, H heads, D head dim, A tables.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..kv_policy import SparseOptions
+from ..model.attention import AttentionFn
 from ..model.biased_attention import BiasedAttentionFn, attend_biased
 from .ann import buckets, centre
+from .grouped import attend_grouped, grouped_serves
+from .padding import MergedPrompt
 
 QUERY_BLOCK = 512
 """Queries whose mask over all keys exists at a time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SparseOptions:
-    """Where attention is sparse, and how fine the buckets are. Planes and tables are ours: the paper gives none."""
-
-    dense_share: float = 0.3
-    """Share of the stages that stay dense, the first ones; rounded, at least one stage."""
-    sparse_share: float = 0.7
-    """Share of the transformer blocks that are sparse, the last ones; rounded."""
-    planes: int = 4
-    """2^planes buckets."""
-    tables: int = 2
-    """Sets of planes, of which one must agree."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("dense_share", "sparse_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} is no share; use 0 to 1")
-        if not 1 <= self.planes <= 16 or not 1 <= self.tables <= 16:
-            raise ValueError(f"planes={self.planes} and tables={self.tables} are out of range; use 1 to 16 of each")
-
-    def is_sparse(self, *, stage: int, num_stages: int, block: int, num_blocks: int) -> bool:
-        """Whether a transformer block attends sparsely at a stage: of 4 stages the first is dense."""
-        first_stage = max(1, round(self.dense_share * num_stages))
-        first_block = num_blocks - round(self.sparse_share * num_blocks)
-        return stage >= first_stage and block >= first_block
 
 
 def bucket_tables(x_BLHD: Tensor, *, options: SparseOptions) -> Tensor:
@@ -55,18 +30,26 @@ def bucket_tables(x_BLHD: Tensor, *, options: SparseOptions) -> Tensor:
     return torch.stack([buckets(x_BLHD, planes=options.planes, seed=seed) for seed in seeds])
 
 
-def bucket_of_queries_and_keys(q_BLHD: Tensor, k_BNHD: Tensor, *, options: SparseOptions) -> tuple[Tensor, Tensor]:
+def bucket_of_queries_and_keys(
+    q_BLHD: Tensor, k_BNHD: Tensor, *, options: SparseOptions, bias_BHN: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the bucket tables of queries and of keys, the keys less their mean.
 
-    What all keys share changes no query's preference, but would put them into one bucket.
+    What all keys share changes no query's preference, but would put them into one bucket. Keys that ``bias_BHN`` hides
+    with minus infinity are in a bucket of their own, the one after the last, where no query is.
     """
-    return bucket_tables(q_BLHD, options=options), bucket_tables(centre(k_BNHD), options=options)
+    q_ABLH = bucket_tables(q_BLHD, options=options)
+    if bias_BHN is None:
+        return q_ABLH, bucket_tables(centre(k_BNHD), options=options)
+    alive_BNH = (bias_BHN > -torch.inf).transpose(1, 2).expand(k_BNHD.shape[:3])
+    k_ABNH = bucket_tables(centre(k_BNHD, alive_BNH), options=options)
+    return q_ABLH, k_ABNH.masked_fill(~alive_BNH, 2**options.planes)
 
 
 def meets(x_ABLH: Tensor, others_ABNH: Tensor, *, num_buckets: int) -> Tensor:
     """Return whether each of ``x`` shares a bucket with at least one of the others, bool [B, L, H]."""
     tables, batch, _, heads = others_ABNH.shape
-    used = torch.zeros(tables, batch, num_buckets, heads, dtype=torch.bool, device=x_ABLH.device)
+    used = torch.zeros(tables, batch, num_buckets + 1, heads, dtype=torch.bool, device=x_ABLH.device)
     used.scatter_(2, others_ABNH, torch.ones_like(others_ABNH, dtype=torch.bool))
     return used.gather(2, x_ABLH).any(dim=0)
 
@@ -113,7 +96,7 @@ def attend_buckets(
 
     A query that shares no bucket with any key sees all of them. ``bias_BHN`` goes on the logits.
     """
-    q_ABLH, k_ABNH = bucket_of_queries_and_keys(q_BLHD, k_BNHD, options=options)
+    q_ABLH, k_ABNH = bucket_of_queries_and_keys(q_BLHD, k_BNHD, options=options, bias_BHN=bias_BHN)
     outputs = []
     for rows in _blocks(q_BLHD.shape[1]):
         mask = shared_mask(q_ABLH[:, :, rows], k_ABNH)
@@ -141,7 +124,7 @@ def attend_buckets_flex(
 
     Queries and keys are sorted by their buckets of the first table, so that such blocks arise.
     """
-    q_ABLH, k_ABNH = bucket_of_queries_and_keys(q_BLHD, k_BNHD, options=options)
+    q_ABLH, k_ABNH = bucket_of_queries_and_keys(q_BLHD, k_BNHD, options=options, bias_BHN=bias_BHN)
     lonely_BLH = ~meets(q_ABLH, k_ABNH, num_buckets=2**options.planes)
     q_order, k_order = (codes[0].argsort(dim=1, stable=True) for codes in (q_ABLH, k_ABNH))
     q_codes, k_codes = _sorted_codes(q_ABLH, q_order), _sorted_codes(k_ABNH, k_order)
@@ -165,6 +148,85 @@ def attend_buckets_flex(
     )
     out_BLHD = flex(q, k, v, score_mod=add_bias, block_mask=mask).transpose(1, 2)
     return _pick(out_BLHD, q_order.argsort(dim=1))
+
+
+def attend_sparse(
+    q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, *, options: SparseOptions, bias_BHN: Tensor | None = None
+) -> Tensor:
+    """Return what ``attend_buckets`` does, by what is fastest where the tensors are.
+
+    On CUDA that is one dense call per bucket for one table (``grouped.py``) and FlexAttention for several.
+    """
+    if not q_BLHD.is_cuda:
+        return attend_buckets(q_BLHD, k_BNHD, v_BNHD, options=options, bias_BHN=bias_BHN)
+    if options.tables > 1 or not grouped_serves(q_BLHD):
+        return attend_buckets_flex(q_BLHD, k_BNHD, v_BNHD, options=options, bias_BHN=bias_BHN)
+    q_ABLH, k_ABNH = bucket_of_queries_and_keys(q_BLHD, k_BNHD, options=options, bias_BHN=bias_BHN)
+    if not bool(meets(q_ABLH, k_ABNH, num_buckets=2**options.planes).all()):  # a lonely query sees all keys
+        return attend_buckets_flex(q_BLHD, k_BNHD, v_BNHD, options=options, bias_BHN=bias_BHN)
+    return attend_grouped(
+        q_BLHD, k_BNHD, v_BNHD, q_ABLH[0], k_ABNH[0], buckets=2**options.planes + 1, bias_BHN=bias_BHN
+    )
+
+
+class SparseForward:
+    """The attention of one forward, whose blocks are visited in order: dense or sparse, as the options say."""
+
+    def __init__(
+        self,
+        options: SparseOptions,
+        prompt: MergedPrompt,
+        *,
+        stage: int,
+        num_stages: int,
+        num_blocks: int,
+        attend: AttentionFn,
+        attend_biased: BiasedAttentionFn,
+    ) -> None:
+        """``attend`` and ``attend_biased`` serve the dense blocks. ``prompt`` is what is cross-attended to."""
+        self._options = options
+        self._sparse = [
+            options.is_sparse(stage=stage, num_stages=num_stages, block=block, num_blocks=num_blocks)
+            for block in range(num_blocks)
+        ]
+        self._prompt = prompt
+        self._attend = attend
+        self._attend_biased = attend_biased
+        self._self_block = self._cross_block = 0
+
+    def self_attend(self, q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
+        """Attend to all keys, or to those of each query's buckets (AnnSA)."""
+        if self._next_self():
+            return attend_sparse(q_BLHD, k_BNHD, v_BNHD, options=self._options)
+        return self._attend(q_BLHD, k_BNHD, v_BNHD)
+
+    def self_attend_biased(self, q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, bias_BHN: Tensor) -> Tensor:
+        """Attend so with a bias per key; a block calls this or ``self_attend``."""
+        if self._next_self():
+            return attend_sparse(q_BLHD, k_BNHD, v_BNHD, options=self._options, bias_BHN=bias_BHN)
+        return self._attend_biased(q_BLHD, k_BNHD, v_BNHD, bias_BHN)
+
+    def cross_attend(self, q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
+        """Attend to the prompt with its padding as one row, or to the rows that a query meets (AnnCA)."""
+        block, self._cross_block = self._cross_block, self._cross_block + 1
+        bias = self._prompt.bias_N.view(1, 1, -1)
+        if self._options.prompt and self._sparse[block]:
+            return attend_prompt(
+                q_BLHD,
+                k_BNHD,
+                v_BNHD,
+                bias_BHN=bias,
+                keep_last=self._prompt.padded,
+                options=self._options,
+                attend=self._attend_biased,
+            )
+        if not self._prompt.padded:
+            return self._attend(q_BLHD, k_BNHD, v_BNHD)
+        return self._attend_biased(q_BLHD, k_BNHD, v_BNHD, bias)
+
+    def _next_self(self) -> bool:
+        block, self._self_block = self._self_block, self._self_block + 1
+        return self._options.video and self._sparse[block]
 
 
 @cache

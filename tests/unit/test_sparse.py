@@ -5,19 +5,22 @@ import torch
 from torch import Tensor
 
 from flashforward_core.graph.task import Role
-from flashforward_core.kv.padding import merge_padding
+from flashforward_core.kv.grouped import attend_grouped, ragged_torch
+from flashforward_core.kv.padding import MergedPrompt, merge_padding
 from flashforward_core.kv.sparse import (
-    SparseOptions,
+    SparseForward,
     attend_buckets,
     attend_buckets_flex,
     attend_prompt,
     bucket_of_queries_and_keys,
     density,
+    meets,
 )
+from flashforward_core.kv_policy import SparseOptions
 from flashforward_core.model.attention import sdpa
 from flashforward_core.model.biased_attention import attend_biased
 from flashforward_core.model.config import WanConfig
-from flashforward_core.model.transformer import CausalWanTransformer
+from flashforward_core.model.transformer import CausalWanTransformer, TextContext
 
 pytestmark = pytest.mark.cpu
 
@@ -76,6 +79,67 @@ def test_flex_attention_computes_the_same(biased: bool) -> None:
     assert (found - expected).abs().max() < 1e-5  # float32, sums of 30
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_dense_calls_per_bucket_compute_the_same(biased: bool) -> None:
+    """A bias that is minus infinity hides a key; one of log 1000 rides on three channels of half precision or more."""
+    q, k, v = _qkv(300, 200)
+    options = SparseOptions(planes=3, tables=1)
+    bias = torch.rand(2, 2, 200, generator=torch.Generator().manual_seed(1)) * 7 if biased else None
+    if bias is not None:
+        bias[:, 0, ::3] = -torch.inf
+    q_codes, k_codes = bucket_of_queries_and_keys(q, k, options=options, bias_BHN=bias)
+    found = attend_grouped(q, k, v, q_codes[0], k_codes[0], buckets=9, bias_BHN=bias, ragged=ragged_torch)
+    expected = attend_buckets(q, k, v, options=options, bias_BHN=bias)
+    assert meets(q_codes, k_codes, num_buckets=8).all(), "no query may be alone here"
+    assert (found - expected).abs().max() < (1e-6 if biased else EXACT)  # the bias itself is float32
+
+
+def test_half_precision_keeps_a_bias_to_float32() -> None:
+    """One bucket; equal keys, so weights are those of the biases alone: log 700 and 0, of values 1 and 0."""
+    k = torch.zeros(1, 2, 1, 8, dtype=torch.bfloat16)
+    v = k.clone()
+    v[:, 0] = 1
+    q, codes = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16), torch.zeros(1, 1, 1, dtype=torch.int64)
+    bias = torch.tensor([700.0, 1.0]).log().view(1, 1, 2)
+    weights: list[float] = []
+
+    def ragged(q: Tensor, k: Tensor, v: Tensor, *args: object) -> Tensor:
+        logits = torch.einsum("thd,nhd->tn", q.double(), k.double()) * 8**-0.5
+        weights.extend(logits.softmax(dim=-1)[0].tolist())
+        return q
+
+    attend_grouped(q, k, v, codes, codes.expand(1, 2, 1), buckets=1, bias_BHN=bias, ragged=ragged)
+    assert weights[0] == pytest.approx(700 / 701, rel=1e-6)
+
+
+def test_a_query_alone_with_hidden_keys_sees_the_others() -> None:
+    """All keys of its bucket are hidden: it sees every key that is not."""
+    q, k, v = _qkv(20, 12)
+    options = SparseOptions(planes=2, tables=1)
+    codes = bucket_of_queries_and_keys(q, k, options=options)[1][0]
+    bias = torch.zeros(2, 2, 12).masked_fill((codes == codes[:, :1]).transpose(1, 2), -torch.inf)
+    found = attend_buckets(q, k, v, options=options, bias_BHN=bias)
+    assert found.isfinite().all()
+
+
+def test_a_forward_is_dense_and_sparse_where_the_options_say() -> None:
+    """Of ten blocks at stage 1 the last seven; all of stage 0 is dense. Each block attends twice."""
+    q, k, v = (x.float() for x in _qkv(20, 12))
+    options = SparseOptions(planes=3)
+    prompt = MergedPrompt(text=TextContext(Role.RENDERER, ()), bias_N=torch.zeros(12), padded=True)
+    sparse_self = attend_buckets(q, k, v, options=options)
+    sparse_cross = attend_prompt(q, k, v, bias_BHN=torch.zeros(1, 1, 12), keep_last=True, options=options)
+    dense = sdpa(q, k, v)
+    assert (sparse_self - dense).abs().max() > 1e-2 and (sparse_cross - dense).abs().max() > 1e-2
+    for stage, first in ((0, 10), (1, 3), (3, 3)):
+        forward = SparseForward(
+            options, prompt, stage=stage, num_stages=4, num_blocks=10, attend=sdpa, attend_biased=attend_biased
+        )
+        for block in range(10):
+            torch.testing.assert_close(forward.self_attend(q, k, v), sparse_self if block >= first else dense)
+            torch.testing.assert_close(forward.cross_attend(q, k, v), sparse_cross if block >= first else dense)
+
+
 def test_one_plane_of_one_table_halves_the_pairs_and_more_planes_leave_fewer() -> None:
     q, k, _ = _qkv(300, 300)
     shares = [density(q, k, options=SparseOptions(planes=planes, tables=1)) for planes in (1, 2, 4)]
@@ -127,7 +191,7 @@ def test_of_four_stages_the_first_is_dense_and_of_ten_blocks_the_first_three() -
     ("changes", "message"),
     [
         ({"dense_share": 30}, r"dense_share=30 is no share; use 0 to 1"),
-        ({"planes": 0}, r"planes=0 and tables=2 are out of range; use 1 to 16 of each"),
+        ({"planes": 0}, r"planes=0 and tables=1 are out of range; use 1 to 16 of each"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(changes: dict[str, float], message: str) -> None:

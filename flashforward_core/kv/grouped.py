@@ -1,0 +1,112 @@
+"""Attention within buckets as dense calls: queries and keys of a bucket and head are one sequence of a ragged batch.
+
+A bias per key rides along as channels of its own: a constant in the query times the bias in the key, split into three
+parts that half precision holds, so that nothing of float32 is lost.
+Letters: B batch, L queries, N keys, H heads, D head dim, S sequences (B·H·buckets).
+"""
+
+import importlib.util
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+BIAS_CHANNELS = 8  # three are used; kernels take multiples of eight
+HIDDEN = -1.0e4  # a bias this low hides a key: minus infinity times a channel would be no number
+Ragged = Callable[..., Tensor]
+"""(q_THD, k_THD, v_THD, starts of the sequences' queries [S+1], of their keys, longest of each, scale) -> out_THD."""
+
+
+@cache
+def _varlen() -> Any:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
+
+
+def grouped_serves(q_BLHD: Tensor) -> bool:
+    """Whether a kernel for ragged batches takes these queries here."""
+    half = q_BLHD.dtype in (torch.bfloat16, torch.float16)
+    return q_BLHD.is_cuda and half and importlib.util.find_spec("torch.nn.attention.varlen") is not None
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, q_at: Tensor, k_at: Tensor, longest: tuple[int, int], scale: float
+) -> Tensor:
+    out: Tensor = _varlen()(q, k, v, q_at, k_at, *longest, scale=scale)
+    return out
+
+
+def ragged_torch(
+    q: Tensor, k: Tensor, v: Tensor, q_at: Tensor, k_at: Tensor, longest: tuple[int, int], scale: float
+) -> Tensor:
+    """Attend sequence by sequence: the twin that is right everywhere."""
+    out = torch.zeros_like(q)
+    q_edges, k_edges = q_at.tolist(), k_at.tolist()
+    for s in range(len(q_edges) - 1):
+        rows, keys = slice(q_edges[s], q_edges[s + 1]), slice(k_edges[s], k_edges[s + 1])
+        logits = torch.einsum("thd,nhd->htn", q[rows], k[keys]) * scale
+        out[rows] = torch.einsum("htn,nhd->thd", logits.softmax(dim=-1), v[keys])
+    return out
+
+
+def attend_grouped(
+    q_BLHD: Tensor,
+    k_BNHD: Tensor,
+    v_BNHD: Tensor,
+    q_codes_BLH: Tensor,
+    k_codes_BNH: Tensor,
+    *,
+    buckets: int,
+    bias_BHN: Tensor | None = None,
+    ragged: Ragged = _flash,
+) -> Tensor:
+    """Attend each query to the keys of its bucket, [B, L, H, D]. Every query's bucket must hold a key.
+
+    Waits for the device once, to learn the longest sequences.
+    """
+    dim = q_BLHD.shape[-1]
+    if bias_BHN is not None:
+        q_BLHD, k_BNHD, v_BNHD = _with_bias(q_BLHD, k_BNHD, v_BNHD, bias_BHN)
+    q_order, q_at = _sequences(q_codes_BLH, buckets)
+    k_order, k_at = _sequences(k_codes_BNH, buckets)
+    longest = torch.stack([q_at.diff().max(), k_at.diff().max()]).tolist()
+    q, k, v = _rows(q_BLHD)[q_order], _rows(k_BNHD)[k_order], _rows(v_BNHD)[k_order]
+    found = ragged(q, k, v, q_at, k_at, (longest[0], longest[1]), dim**-0.5)
+    out = torch.empty_like(found)
+    out[q_order] = found
+    batch, queries, heads = q_codes_BLH.shape
+    return out.view(batch, heads, queries, -1)[..., :dim].transpose(1, 2)
+
+
+def _rows(x_BNHD: Tensor) -> Tensor:
+    """Return tokens head by head, [B·H·N, 1, D]."""
+    return x_BNHD.transpose(1, 2).reshape(-1, 1, x_BNHD.shape[-1])
+
+
+def _sequences(codes_BNH: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
+    """Return the order of ``_rows`` in which sequences are whole, and where each begins, int32 [S+1]."""
+    batch, _, heads = codes_BNH.shape
+    group = torch.arange(batch * heads, device=codes_BNH.device).view(batch, heads, 1) * buckets
+    sequence = (group + codes_BNH.transpose(1, 2)).flatten()
+    counts = torch.bincount(sequence, minlength=batch * heads * buckets)
+    return sequence.argsort(stable=True), pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def _with_bias(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, bias_BHN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values with channels that put ``bias_BHN`` on the scaled logits."""
+    root = math.sqrt(q_BLHD.shape[-1])
+    factor = float(torch.tensor(root, dtype=q_BLHD.dtype))
+    rest = (bias_BHN.float().clamp(min=HIDDEN) * (root / factor)).transpose(1, 2).expand(k_BNHD.shape[:3])
+    parts = []
+    for _ in range(3):
+        parts.append(rest.to(k_BNHD.dtype))
+        rest = rest - parts[-1].float()
+    channels = pad(torch.stack(parts, dim=-1), (0, BIAS_CHANNELS - 3))
+    constant = pad(q_BLHD.new_full((*q_BLHD.shape[:3], 3), factor), (0, BIAS_CHANNELS - 3))
+    k, q = torch.cat([k_BNHD, channels], dim=-1), torch.cat([q_BLHD, constant], dim=-1)
+    return q, k, pad(v_BNHD, (0, BIAS_CHANNELS))
