@@ -201,6 +201,7 @@ class ThreadLane:
 
     def _run(self) -> None:
         self._thread = threading.current_thread()
+        torch.get_num_threads()  # a new thread takes the process's number when first asked; some kernels do not ask
         with torch.inference_mode(), _current(self.device, self._stream):
             for work in iter(self._work.get, None):
                 work()

@@ -1,7 +1,11 @@
 """Lanes: threads that keep their tensors apart, and the devices that they stand for."""
 
 import logging
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from flashforward_core.engine.transfer import HostMark, carries
 
 pytestmark = pytest.mark.cpu
 
+ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 10.0  # far above what a thread needs to start, even on a busy machine
 
 
@@ -228,3 +233,21 @@ def test_more_devices_than_the_bound_are_refused_in_all() -> None:
     assert DevicePlan(devices=("cpu*64",)).resolve() == ("cpu",) * 64
     with pytest.raises(ValueError, match="are 65, above 64"):
         DevicePlan(devices=("cpu*64", "cpu")).resolve()
+
+
+SAME_BYTES = """
+import torch
+torch.set_num_threads(1)  # as a host program may
+from flashforward_core.engine.rollout import DevicePlan, render
+from tests.conftest import Rig
+rig = Rig()
+backbone, texts = rig.backbone(), rig.texts()
+found = {render(backbone, rig.spec(), texts, devices=DevicePlan(devices=(d,))).sha256 for d in ("cpu*2", "cpu*3", "cpu")}
+assert len(found) == 1, found
+"""
+
+
+def test_lanes_compute_with_the_number_of_threads_that_the_process_was_given() -> None:
+    """In a process of its own: kernels split their sums by it, and a new thread may begin with another number."""
+    env = os.environ | {"OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", SAME_BYTES], check=True, cwd=ROOT, env=env)
