@@ -5,7 +5,6 @@ import importlib
 import os
 from pathlib import Path
 
-from ..engine.dispatch import IN_FLIGHT
 from ..engine.memory import KV_CHOICES, OFFLOAD_CHOICES, MemoryOptions
 from ..engine.placement import LAYOUTS, ORDERS
 from ..graph.anchors import RULES
@@ -40,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--in-flight",
         type=int,
         metavar="N",
-        help=f"with --prompts: videos under way at a time; more keep more lanes busy and take memory ({IN_FLIGHT})",
+        help="with --prompts: videos under way at a time; more keep more lanes busy and take memory (as many as lanes, "
+        "at least 2)",
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--seconds", type=float, default=20.0, metavar="S", help="length in seconds (20)")

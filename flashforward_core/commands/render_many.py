@@ -13,7 +13,6 @@ from pathlib import Path
 from torch import Tensor
 
 from ..engine.batch import Job, Outcome, render_many
-from ..engine.dispatch import IN_FLIGHT
 from ..engine.events import Event, FramesReady, Timeline
 from ..engine.rollout import RenderResult
 from ..media import VideoWriter, check_crf
@@ -57,10 +56,10 @@ def run(args: argparse.Namespace) -> int:
         try:
             timeline = render_many(
                 backbone,
-                work.jobs(),
+                work,
                 devices=devices,
                 decode=True,
-                in_flight=IN_FLIGHT if args.in_flight is None else args.in_flight,
+                in_flight=args.in_flight,
                 on_event=work.on_event,
                 on_done=work.on_done,
             )
@@ -131,7 +130,10 @@ class _Work:
     began: dict[int, float] = field(default_factory=dict)
     writers: dict[int, VideoWriter] = field(default_factory=dict)
 
-    def jobs(self) -> Iterator[Job]:
+    def __len__(self) -> int:
+        return len(self.films)
+
+    def __iter__(self) -> Iterator[Job]:
         """Yield jobs as they are asked for; prompts are encoded then."""
         for number, film in enumerate(self.films):
             self.began[number] = time.perf_counter()

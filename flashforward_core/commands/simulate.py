@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.cost import CostKey, CostModel, fitted_devices, load_cost, slot_frames
-from ..engine.dispatch import IN_FLIGHT
 from ..engine.events import Timeline
 from ..engine.placement import LAYOUTS, ORDERS, Placement, lanes_for, place
 from ..engine.simulate import simulate
@@ -57,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts", type=int, metavar="N", help="also: N such videos, where each next one's planner fills the gaps"
     )
     parser.add_argument(
-        "--in-flight", type=int, default=IN_FLIGHT, metavar="N", help=f"videos under way at a time ({IN_FLIGHT})"
+        "--in-flight", type=int, metavar="N", help="videos under way at a time (as many as devices, at least 2)"
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for chrome://tracing or Perfetto")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

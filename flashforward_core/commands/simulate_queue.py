@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..engine.cost import CostModel, rounds
-from ..engine.dispatch import IN_FLIGHT, simulate_queue
+from ..engine.dispatch import in_flight_for, simulate_queue
 from ..graph.schedules import build_graph
 from ..specs import RolloutSpec
 
@@ -11,7 +11,7 @@ MAX_PROMPTS = 1000
 
 
 def forecast(
-    spec: RolloutSpec, *, prompts: int, devices: int, in_flight: int, cost: CostModel | None
+    spec: RolloutSpec, *, prompts: int, devices: int, in_flight: int | None, cost: CostModel | None
 ) -> dict[str, Any]:
     """Return what ``prompts`` rollouts of ``spec`` take when they overlap, and when they do not.
 
@@ -19,8 +19,9 @@ def forecast(
     """
     if not 1 <= prompts <= MAX_PROMPTS:
         raise ValueError(f"prompts={prompts} is outside 1 to {MAX_PROMPTS}; use prompts=10")
+    in_flight = in_flight_for(devices) if in_flight is None else in_flight
     if in_flight < 1:
-        raise ValueError(f"in_flight={in_flight} is below 1; use in_flight={IN_FLIGHT}")
+        raise ValueError(f"in_flight={in_flight} is below 1; use in_flight=2")
     decodes = cost is not None and cost.decode_frame_s > 0
     graphs = [build_graph(spec, decode=decodes)] * prompts
     seconds = rounds if cost is None else cost.of(spec)

@@ -7,7 +7,7 @@ raised stops all lanes within one forward.
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from ..graph.schedules import build_graph
 from ..model.roles import Backbone
 from ..specs import RolloutSpec
 from .budget import Fit
-from .dispatch import IN_FLIGHT
+from .dispatch import in_flight_for
 from .events import ChunkReady, Event, LaneInfo, TaskFinished, TaskSpan, Timeline
 from .executor import POLL_S
 from .inputs import checked_inputs, empty_latents
@@ -71,22 +71,23 @@ def render_many(
     *,
     devices: DevicePlan = DevicePlan(),  # noqa: B008 (frozen)
     decode: bool = False,
-    in_flight: int = IN_FLIGHT,
+    in_flight: int | None = None,
     on_event: OnEvent | None = None,
     on_done: OnDone | None = None,
     check_cancel: CheckCancel | None = None,
 ) -> Timeline:
     """Render every job over ``devices``; return when all have ended what ran where, with task ids ``3/decode/c0``.
 
-    Jobs are numbered from 0 as they come and are taken from ``jobs`` when one of ``in_flight`` places is free: that
-    bounds memory. ``on_event(number, event)`` tells what ``render``'s events tell, ``on_done(number, outcome)`` how a
-    job ended, once each, in the order in which they end. A job whose inputs do not fit, whose task fails or for which
-    ``on_event`` raises an ``Exception`` ends with that error, and the others go on. What ``jobs``, ``on_done`` and
-    ``check_cancel`` raise, and a ``KeyboardInterrupt``, stops all lanes within one forward and propagates. All
-    callbacks run on the calling thread. Forwards are not recorded: a recording belongs to one rollout's memory. On a
-    Ray cluster jobs run one after another. Raises ``ValueError`` for options that do not go with several rollouts.
+    Jobs are numbered from 0 as they come and are taken from ``jobs`` when one of ``in_flight`` places is free (None: as
+    many as lanes, at least two): that bounds memory. The last ones end together if ``jobs`` has a length.
+    ``on_event(number, event)`` tells what ``render``'s events tell, ``on_done(number, outcome)`` how a job ended, once
+    each, in the order in which they end. A job whose inputs do not fit, whose task fails or for which ``on_event``
+    raises an ``Exception`` ends with that error, and the others go on. What ``jobs``, ``on_done`` and ``check_cancel``
+    raise, and a ``KeyboardInterrupt``, stops all lanes within one forward and propagates. All callbacks run on the
+    calling thread. Forwards are not recorded: a recording belongs to one rollout's memory. On a Ray cluster jobs run
+    one after another. Raises ``ValueError`` for options that do not go with several rollouts.
     """
-    _check(devices, in_flight=in_flight)
+    _check(devices, in_flight=2 if in_flight is None else in_flight)
     if decode and backbone.vae is None:
         raise ValueError("decode=True needs a backbone with an autoencoder; load one, or decode the latents elsewhere")
     if devices.ray_address:
@@ -106,7 +107,8 @@ def render_many(
         try:
             for index, lane in enumerate(opened):
                 lane.submit(partial(shared.work, index))
-            batch.run(enumerate(jobs), in_flight=in_flight, check_cancel=check_cancel)
+            places = in_flight_for(len(lanes)) if in_flight is None else in_flight
+            batch.run(jobs, in_flight=places, check_cancel=check_cancel)
         finally:
             shared.stop()
             for lane in opened:
@@ -117,7 +119,7 @@ def render_many(
 
 def _check(devices: DevicePlan, *, in_flight: int) -> None:
     if in_flight < 1:
-        raise ValueError(f"in_flight={in_flight} is below 1; use in_flight={IN_FLIGHT}")
+        raise ValueError(f"in_flight={in_flight} is below 1; use in_flight=2")
     if devices.layout not in ("auto", "interleaved"):
         raise ValueError(f"layout={devices.layout!r} does not go with several rollouts; use layout='auto'")
     if devices.order != "latency":
@@ -199,14 +201,17 @@ class _Batch:
     began: float = field(default_factory=time.perf_counter)
     open: dict[int, _Open] = field(default_factory=dict)
 
-    def run(self, jobs: Iterator[tuple[int, Job]], *, in_flight: int, check_cancel: CheckCancel | None) -> None:
-        more = True
+    def run(self, jobs: Iterable[Job], *, in_flight: int, check_cancel: CheckCancel | None) -> None:
+        last = len(jobs) - 1 if isinstance(jobs, Sized) else NO_ROLLOUT
+        coming, more = enumerate(jobs), True
         while more or self.open:
             while more and len(self.open) < in_flight:
-                number, job = next(jobs, (NO_ROLLOUT, None))
+                number, job = next(coming, (NO_ROLLOUT, None))
                 more = job is not None
                 if job is not None:
                     self._admit(number, job)
+                if job is None or number == last:
+                    self.shared.no_more()
             if self.open:
                 self._receive(check_cancel)
 

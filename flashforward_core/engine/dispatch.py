@@ -14,12 +14,19 @@ from ..graph.task import ForwardTask, Kind, Role, TaskGraph
 from .cost import rounds
 from .placement import stage_groups
 
-IN_FLIGHT = 2  # rollouts under way at a time: one renders, the next one's planner fills its gaps
-
 Urgency = tuple[float, ...]
 """Sorts tasks that can start, the most urgent first; unique, for its last two parts are rollout and place."""
 Ready = tuple[Urgency, int, str]
 """Urgency, rollout, task id."""
+
+
+def in_flight_for(num_lanes: int) -> int:
+    """Return how many rollouts are under way at a time unless told: as many as lanes, at least two.
+
+    One renders and the next one's planner fills its gaps. A lane then holds as many stages' KV as one that runs a
+    rollout alone, two rollouts' on one lane.
+    """
+    return max(2, num_lanes)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,6 +100,19 @@ class Dispatcher:
         """Start no more tasks of a rollout; one that has ended, or was never admitted, is left alone."""
         self._rollouts.pop(number, None)
 
+    def no_more(self) -> None:
+        """Say that no rollout follows: those under way end together, so that lanes do not run dry one by one."""
+        turn = float(min(self._rollouts, default=0))
+        for rollout in self._rollouts.values():
+            rollout.urgency = {task_id: (kind, turn, *rest) for task_id, (kind, _, *rest) in rollout.urgency.items()}
+        for heap in (*self._pinned, self._free):
+            heap[:] = [
+                (self._rollouts[number].urgency[task_id], number, task_id)
+                for _, number, task_id in heap
+                if number in self._rollouts
+            ]
+            heapq.heapify(heap)
+
     def _release(self, number: int, rollout: _Rollout, task_ids: Iterable[str]) -> None:
         for task_id in task_ids:
             heap = self._pinned[rollout.lane_of[task_id]] if task_id in rollout.lane_of else self._free
@@ -123,12 +143,12 @@ def urgencies(graph: TaskGraph, *, number: int, num_lanes: int, cost: TaskCost) 
     """Rank a rollout's tasks among those of all rollouts.
 
     Decoding comes first, so that frames leave early, then the first anchor block, since a whole rollout waits for it.
-    Of the rest an earlier rollout's come first; when rollouts decode they share the lanes, for two of them turned
-    against each other keep two decoding lanes busy. Last, the longest remaining path comes first; on one lane, the
-    graph's order.
+    Of the rest an earlier rollout's come first; on two lanes rollouts that decode share them instead, for they are
+    turned against each other and so keep two decoding lanes busy. Last, the longest remaining path comes first; on one
+    lane, the graph's order.
     """
     remaining = dict.fromkeys(graph.by_id(), 0.0) if num_lanes == 1 else remaining_path(graph, cost=cost)
-    fair = _decodes(graph) and num_lanes > 1
+    fair = _decodes(graph) and num_lanes == 2
     ranks: dict[str, Urgency] = {}
     for index, task in enumerate(graph.tasks):
         first = task.role is Role.PLANNER and task.index == 0 and num_lanes > 1 and not fair
@@ -156,9 +176,13 @@ class QueueForecast:
 
 
 def simulate_queue(
-    graphs: Sequence[TaskGraph], *, num_lanes: int, in_flight: int = IN_FLIGHT, cost: TaskCost = rounds
+    graphs: Sequence[TaskGraph], *, num_lanes: int, in_flight: int | None = None, cost: TaskCost = rounds
 ) -> QueueForecast:
-    """Play ``graphs`` on lanes that do what a ``Dispatcher`` tells them, ``in_flight`` of them at a time."""
+    """Play ``graphs`` on lanes that do what a ``Dispatcher`` tells them, ``in_flight`` of them at a time.
+
+    None is what ``in_flight_for`` says.
+    """
+    in_flight = in_flight_for(num_lanes) if in_flight is None else in_flight
     dispatcher = Dispatcher(num_lanes=num_lanes, cost=cost)
     waiting = list(range(len(graphs)))[::-1]
     left = [len(graph) for graph in graphs]
@@ -168,6 +192,8 @@ def simulate_queue(
     for _ in range(min(in_flight, len(graphs))):
         number = waiting.pop()
         dispatcher.admit(number, graphs[number])
+    if not waiting:
+        dispatcher.no_more()
     while True:
         for lane in sorted(idle, key=dispatcher.next_of, reverse=True):
             taken = dispatcher.take(lane)
@@ -186,6 +212,8 @@ def simulate_queue(
                 if waiting:
                     following = waiting.pop()
                     dispatcher.admit(following, graphs[following])
+                    if not waiting:
+                        dispatcher.no_more()
         idle = set(range(num_lanes)) - {lane for _, lane, _, _ in running}
     assert not waiting and not any(left), "rollouts wait for each other"
     return QueueForecast(length=now, busy=tuple(busy), ends=tuple(ends))

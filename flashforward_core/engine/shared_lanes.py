@@ -52,6 +52,11 @@ class SharedLanes:
             self._dispatcher.admit(number, run.graph)
             self._changed.notify_all()
 
+    def no_more(self) -> None:
+        """Say that no rollout follows those that were admitted."""
+        with self._changed:
+            self._dispatcher.no_more()
+
     def drop(self, number: int) -> None:
         """Start no more of a rollout; ``Quiet`` comes once its last task has ended."""
         with self._changed:

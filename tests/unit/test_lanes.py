@@ -242,7 +242,8 @@ from flashforward_core.engine.rollout import DevicePlan, render
 from tests.conftest import Rig
 rig = Rig()
 backbone, texts = rig.backbone(), rig.texts()
-found = {render(backbone, rig.spec(), texts, devices=DevicePlan(devices=(d,))).sha256 for d in ("cpu*2", "cpu*3", "cpu")}
+plans = [DevicePlan(devices=(name,)) for name in ("cpu*2", "cpu*3", "cpu")]
+found = {render(backbone, rig.spec(), texts, devices=plan).sha256 for plan in plans}
 assert len(found) == 1, found
 """
 
