@@ -8,6 +8,7 @@ SUITES = {
     "memory": ("peaks of memory beside their predictions, with and without what saves memory", ".bench_memory"),
     "quality": ("flicker, seams, drift, motion and faithfulness of each schedule's videos", ".bench_quality"),
     "ray": ("a rollout on Ray lanes beside one on lanes of this process, and what Ray adds per task", ".bench_ray"),
+    "train": ("one step of each training phase: seconds and memory", ".bench_train"),
     "policies": ("KV policies against the full cache, and what they rest on", ".bench_policies"),
 }
 """Name -> (help, module of this package with ``add_arguments(parser)`` and ``run(args) -> int``)."""

@@ -51,11 +51,14 @@ def compile_blocks(model: CausalWanTransformer) -> None:
 class BaseStep(nn.Module):
     """One bidirectional flow-matching forward; the renderer's role stands for both while they are alike."""
 
-    def __init__(self, model: CausalWanTransformer, text: ByteT5Encoder, *, autocast: bool) -> None:
+    def __init__(
+        self, model: CausalWanTransformer, text: nn.Module, *, autocast: bool, checkpoint_blocks: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self.text = text
         self.autocast = autocast
+        self.checkpoint_blocks = checkpoint_blocks
 
     def forward(
         self, clean: Tensor, ids: Tensor, mask: Tensor, sigma: Tensor, noise: Tensor, frames: Tensor
@@ -66,7 +69,12 @@ class BaseStep(nn.Module):
             text = self.model.text_context(self.text(ids, mask), Role.RENDERER)
             times = (1000 * sigma).unsqueeze(1).expand(-1, clean.shape[2])
             velocity = self.model(
-                (1 - s) * clean + s * noise, timestep_BF=times, text=text, frames=frames, role=Role.RENDERER
+                (1 - s) * clean + s * noise,
+                timestep_BF=times,
+                text=text,
+                frames=frames,
+                role=Role.RENDERER,
+                checkpoint_blocks=self.checkpoint_blocks,
             )
         weights = torch.where(frames == 0, FIRST_FRAME, 1.0)
         return {"loss": weighted_mean(flow_loss(velocity, clean, noise), weights)}
@@ -81,10 +89,11 @@ def train_base(
     accelerator: Accelerator,
     layouts: Sequence[tuple[int, int, int]],
     compiled: bool = True,
+    checkpoint_blocks: bool = False,
 ) -> tuple[CausalWanTransformer, ByteT5Encoder]:
     """Train on ``layouts`` (clips per batch, latent frames, their stride) in turn; return the averaged weights."""
     device = accelerator.device
-    step = BaseStep(model, text, autocast=device.type == "cuda")
+    step = BaseStep(model, text, autocast=device.type == "cuda", checkpoint_blocks=checkpoint_blocks)
 
     def batch(generator: torch.Generator, number: int) -> tuple[object, ...]:
         count, length, stride = layouts[number % len(layouts)]

@@ -19,7 +19,7 @@ from flashforward_core.graph.task import Role
 from flashforward_core.model.config import EMBEDDED
 from flashforward_core.model.files import fingerprint
 from flashforward_core.model.loading import load_embedded
-from flashforward_core.model.roles import attach_roles
+from flashforward_core.model.roles import TARGETS, attach_roles
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer
 from flashforward_core.scenes import FPS, HEIGHT, HELD_OUT, WIDTH, sample_scene
@@ -28,6 +28,7 @@ from flashforward_core.train import distill as distill_step
 from flashforward_core.train import sft as sft_step
 from flashforward_core.train.data import LatentPool
 from flashforward_core.train.export import export_model
+from flashforward_core.train.folder import ClipForm, captioned_videos, encode_folder
 from flashforward_core.train.loop import LoopConfig
 from flashforward_core.train.rollout import layout_for
 from flashforward_core.train.vae_train import (
@@ -134,6 +135,8 @@ def _pool(args: argparse.Namespace, text: ByteT5Encoder, accelerator: Accelerato
     """Encode this process's scenes, or read them back: the file's name says of which weights and which scenes."""
     folder = _vae_folder(args)
     weights = fingerprint(sorted(folder.glob("*.safetensors")))[:16]
+    if args.data is not None:
+        return _folder_pool(args, text, accelerator, weights=weights)
     share = f"{accelerator.process_index}of{accelerator.num_processes}"
     path = args.out / "latents" / f"{weights}-{args.scenes}-{share}.safetensors"
     if path.exists():
@@ -143,6 +146,22 @@ def _pool(args: argparse.Namespace, text: ByteT5Encoder, accelerator: Accelerato
     pool = LatentPool.encode(vae, text, seeds, frames=CLIP_FRAMES, device=accelerator.device)
     pool.save(path)
     return pool
+
+
+def _folder_pool(
+    args: argparse.Namespace, text: ByteT5Encoder, accelerator: Accelerator, *, weights: str
+) -> LatentPool:
+    """Encode this process's share of the videos in ``args.data``, or read it back."""
+    latents, captions = encode_folder(
+        args.data,
+        load_vae(_vae_folder(args), accelerator.device),
+        form=ClipForm(width=WIDTH, height=HEIGHT, frames=CLIP_FRAMES, fps=FPS),
+        cache=args.out / "latents",
+        weights=weights,
+        share=(accelerator.process_index, accelerator.num_processes),
+    )
+    log.info("%d clips of %s", len(captions), args.data)
+    return LatentPool.of_clips(text, latents, captions, device=accelerator.device)
 
 
 def _config(args: argparse.Namespace, name: str) -> LoopConfig:
@@ -178,6 +197,7 @@ def _base(args: argparse.Namespace, accelerator: Accelerator) -> None:
         accelerator=accelerator,
         layouts=[(args.clips, 21, 1), (args.clips * 2, 9, 10)],
         compiled=args.compile,
+        checkpoint_blocks=args.checkpoint_blocks,
     )
     if accelerator.is_main_process:
         base_step.save_base(model, text, args.out / "base.pt")
@@ -194,10 +214,14 @@ SFT_STEPS = (
 
 
 def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
-    model, text = _models()
-    base_step.load_base(model, text, args.init or args.out / "base.pt")
-    attach_roles(model, rank=ROLE_RANK, alpha=ROLE_RANK)
-    steps = [(times * args.clips, latents, planner) for times, latents, planner in SFT_STEPS]
+    model, text = _base_model(args.init or args.out / "base.pt")
+    if args.rank > 0:
+        attach_roles(model, rank=args.rank, alpha=args.alpha or args.rank, targets=args.targets)
+    if not args.role_embedding:
+        torch.nn.init.zeros_(model.role_embedding.weight)
+        model.role_embedding.requires_grad_(False)
+    longest = args.latents
+    steps = [(times * args.clips, latents * longest // 81, planner) for times, latents, planner in SFT_STEPS]
     model, text = sft_step.train_sft(
         model,
         text,
@@ -206,13 +230,15 @@ def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
         _config(args, "sft"),
         accelerator=accelerator,
         compiled=args.compile,
+        checkpoint_blocks=args.checkpoint_blocks,
+        rebase=args.rebase,
     )
     if accelerator.is_main_process:
+        roles = tuple(Role) if args.rank > 0 else ()
         base_step.save_base(model, text, args.out / "sft.pt")
-        export_model(model, text, vae=args.out / "vae", folder=args.out / "assets", roles=tuple(Role))
+        export_model(model, text, vae=_vae_folder(args), folder=args.out / "assets", roles=roles)
 
 
-DISTILL_LATENTS = 81
 STUDENT_LR_SCALE = 0.5  # the critic has to follow the student, so it learns faster
 
 
@@ -223,8 +249,7 @@ def _distill(args: argparse.Namespace, accelerator: Accelerator) -> None:
     if args.forward_kl > 0:
         pool = _pool(args, text, accelerator)
     else:  # the student makes its clips itself
-        captions = [sample_scene(seed).caption for seed in _seeds(args.scenes, accelerator)]
-        pool = LatentPool.of_captions(text, captions, device=accelerator.device)
+        pool = LatentPool.of_captions(text, _captions(args, accelerator), device=accelerator.device)
 
     def export(student: CausalWanTransformer, step: int) -> None:
         export_model(student, text, vae=_vae_folder(args), folder=args.out / "distilled", roles=tuple(Role))
@@ -240,10 +265,24 @@ def _distill(args: argparse.Namespace, accelerator: Accelerator) -> None:
         replace(_config(args, "distill"), lr_scales={"model.": STUDENT_LR_SCALE}),
         accelerator=accelerator,
         clips=args.clips,
-        distill=distill_step.DistillConfig(guidance=args.guidance, forward_kl=args.forward_kl, anchor_weight=1.0),
+        distill=distill_step.DistillConfig(
+            guidance=args.guidance,
+            forward_kl=args.forward_kl,
+            anchor_weight=1.0,
+            checkpoint_blocks=args.checkpoint_blocks,
+        ),
         compiled=args.compile,
         snapshot=export,
     )
+
+
+def _captions(args: argparse.Namespace, accelerator: Accelerator) -> list[str]:
+    """Return this process's captions."""
+    if args.data is None:
+        return [sample_scene(seed).caption for seed in _seeds(args.scenes, accelerator)]
+    return [video.caption for video in captioned_videos(args.data)][
+        accelerator.process_index :: accelerator.num_processes
+    ]
 
 
 def _student(source: Path) -> tuple[CausalWanTransformer, ByteT5Encoder]:
@@ -296,12 +335,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--init",
         type=Path,
-        help="start from weights: a vae folder (last stage only), an assets folder (base, distill), a base.pt (sft), "
+        help="start from weights: a vae folder (last stage only), an assets folder (others), a base.pt (sft), "
         "an sft.pt (distill)",
     )
     parser.add_argument("--steps", type=int, help="optimiser steps in all; 0 with vae --init: only measure it")
     parser.add_argument("--clips", type=int, help="clips per batch and process")
     parser.add_argument("--lr", type=float, help="peak learning rate")
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="base, sft, distill: videos with captions, in place of drawn scenes"
+    )
     parser.add_argument("--scenes", type=int, default=4096, help="procedural scenes to train on")
     parser.add_argument("--held-out", type=int, default=512, help="scenes that the autoencoder is measured on")
     parser.add_argument("--decoder-only", action="store_true", help="vae: keep --init's encoder; even the frames out")
@@ -312,7 +354,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--accumulate", type=int, default=1, help="batches per step (1)")
     parser.add_argument("--logs", action="store_true", help="write TensorBoard logs (pip install tensorboard)")
-    parser.add_argument("--latents", type=int, default=DISTILL_LATENTS, help="distill: length of the rollouts (81)")
+    parser.add_argument("--latents", type=int, default=81, help="sft, distill: latent frames of the longest clip (81)")
+    parser.add_argument("--rank", type=int, default=ROLE_RANK, help="sft: rank of the roles' LoRAs, 0 for none (8)")
+    parser.add_argument("--alpha", type=float, help="sft: scale of the LoRAs is alpha / rank (the rank)")
+    parser.add_argument("--targets", nargs="+", default=TARGETS, help="sft: linears of a block that get LoRAs (all)")
+    parser.add_argument(
+        "--no-role-embedding", dest="role_embedding", action="store_false", help="sft: tell roles apart by LoRAs alone"
+    )
+    parser.add_argument("--rebase", type=float, default=0.0, help="sft: share of steps on clips cropped anywhere (0)")
+    parser.add_argument("--checkpoint-blocks", action="store_true", help="recompute blocks in backward, for memory")
     parser.add_argument("--teacher", type=Path, help="distill: a base.pt or assets folder to learn from (OUT/base.pt)")
     parser.add_argument("--guidance", type=float, default=3.0, help="distill: weight of the teacher's guidance (3)")
     parser.add_argument("--forward-kl", type=float, default=0.0, help="distill: weight of the loss on real clips (0)")
@@ -325,8 +375,20 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"lr={args.lr} is not finite; use lr={STEPS[args.step].lr}")
     if args.decoder_only and (args.step != "vae" or args.init is None):
         raise ValueError("decoder_only=True is for train vae with --init; name the autoencoder whose encoder to keep")
+    if args.data is not None:
+        if args.step == "vae":
+            raise ValueError(
+                f"data={args.data} is for base, sft and distill; the autoencoder is trained on drawn scenes"
+            )
+        captioned_videos(args.data)
     if args.scenes < 1:
         raise ValueError(f"scenes={args.scenes} is below 1; use scenes=4096")
+    if not 21 <= args.latents <= 81:
+        raise ValueError(f"latents={args.latents} is outside 21 to 81, the lengths of clips; use latents=81")
+    if not 0 <= args.rebase <= 1:
+        raise ValueError(f"rebase={args.rebase} is outside 0 to 1; use rebase=0.5")
+    if args.rank < 0:
+        raise ValueError(f"rank={args.rank} is below 0; use rank=8, or 0 for no LoRAs")
     if not args.max_s > 0:
         raise ValueError(f"max_s={args.max_s} is not above 0; leave it out for no limit")
     for name in ("init", "teacher"):

@@ -49,19 +49,22 @@ class LatentPool:
                 z = encode_mean(vae, video)
             latents.append(((z.float() - mean) / std).bfloat16())
             captions.append(scene.caption)
-        ids, mask = text.tokenise(captions)
-        empty_ids, empty_mask = text.tokenise([""])
-        parts = (ids, mask, empty_ids, empty_mask)
+        return cls.of_clips(text, torch.cat(latents), captions, device=device)
+
+    @classmethod
+    def of_clips(
+        cls, text: ByteT5Encoder, latents: Tensor, captions: Sequence[str], *, device: torch.device
+    ) -> "LatentPool":
+        """Hold clips [N, 16, F, h, w], normalised, with their captions."""
+        parts = (*text.tokenise(list(captions)), *text.tokenise([""]))
         ids, mask, empty_ids, empty_mask = (part.to(device) for part in parts)
-        return cls(latents=torch.cat(latents), ids=ids, mask=mask, empty_ids=empty_ids, empty_mask=empty_mask)
+        latents = latents.to(device, torch.bfloat16)
+        return cls(latents=latents, ids=ids, mask=mask, empty_ids=empty_ids, empty_mask=empty_mask)
 
     @classmethod
     def of_captions(cls, text: ByteT5Encoder, captions: Sequence[str], *, device: torch.device) -> "LatentPool":
         """Hold captions alone, for a step that needs no clips: what ``sample`` gives then has no latent frames."""
-        parts = (*text.tokenise(list(captions)), *text.tokenise([""]))
-        ids, mask, empty_ids, empty_mask = (part.to(device) for part in parts)
-        latents = torch.empty(len(captions), 16, 0, 1, 1, dtype=torch.bfloat16, device=device)
-        return cls(latents=latents, ids=ids, mask=mask, empty_ids=empty_ids, empty_mask=empty_mask)
+        return cls.of_clips(text, torch.empty(len(captions), 16, 0, 1, 1), captions, device=device)
 
     def save(self, path: Path) -> None:
         """Keep the encoded clips, so that the next step need not draw and encode them again."""

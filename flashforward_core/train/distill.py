@@ -48,7 +48,7 @@ class DistillConfig:
     forward_kl: float = 0.0
     """Weight of the first stage's flow loss on real clips with full attention, against low motion (HiAR: 0.1)."""
     checkpoint_blocks: bool = False
-    """Whether the student's backward pass recomputes blocks, for memory."""
+    """Whether backward passes recompute blocks, for memory."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -99,6 +99,8 @@ class Judge:
     empty: Tensor | None = None
     """The empty prompt's embedding [1, text_len, text_dim], for guidance."""
     guidance: float = 0.0
+    checkpoint_blocks: bool = False
+    """Whether a backward pass recomputes blocks, for memory."""
 
     def velocity(self, noisy: Tensor, sigma: Tensor, *, frames: Tensor) -> Tensor:
         """Return the velocity at ``sigma`` [B], guided if there is an empty prompt; ``frames`` [F] are positions."""
@@ -115,6 +117,7 @@ class Judge:
             text=self.model.text_context(text, Role.RENDERER),
             frames=frames,
             role=Role.RENDERER,
+            checkpoint_blocks=self.checkpoint_blocks and torch.is_grad_enabled(),
         ).to(noisy.dtype)
 
     def denoiser(self, frames: Tensor) -> Denoiser:
@@ -228,7 +231,7 @@ class DistillStep(nn.Module):
         return {"loss": total, **losses}
 
     def _critic_losses(self, views: list[View], turn: Turn) -> dict[str, Tensor]:
-        critic = Judge(model=self.critic, text=turn.teacher_text)
+        critic = Judge(model=self.critic, text=turn.teacher_text, checkpoint_blocks=self.config.checkpoint_blocks)
         total = torch.zeros((), device=turn.student_text.device)
         for view in views:
             sigma, noise = self._sigma(turn), _noise_like(view.latents, turn.generator)
@@ -250,7 +253,7 @@ class DistillStep(nn.Module):
         share = torch.rand(real.shape[0], generator=turn.generator, device=real.device)
         sigma = second + (first - second) * share
         noise = _noise_like(real, turn.generator)
-        student = Judge(model=self.model, text=turn.student_text)
+        student = Judge(model=self.model, text=turn.student_text, checkpoint_blocks=self.config.checkpoint_blocks)
         frames = torch.arange(real.shape[2], device=real.device)
         velocity = student.velocity(renoise(real, noise, sigma=_per_clip(sigma)), sigma, frames=frames)
         return flow_loss(velocity, real, noise).mean()

@@ -1,5 +1,6 @@
 """Phase 1: packed supervised fine-tuning of both roles in one block-causal forward (FlashForward)."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -68,11 +69,15 @@ def layouts_for(
 class SftStep(nn.Module):
     """One packed forward of both roles and its two flow-matching losses."""
 
-    def __init__(self, model: CausalWanTransformer, text: ByteT5Encoder, *, autocast: bool) -> None:
+    def __init__(
+        self, model: CausalWanTransformer, text: nn.Module, *, autocast: bool, checkpoint_blocks: bool = False
+    ) -> None:
+        """``text`` turns ids and mask into prompt embeddings; ``checkpoint_blocks`` recomputes blocks, for memory."""
         super().__init__()
         self.model = model
         self.text = text
         self.autocast = autocast
+        self.checkpoint_blocks = checkpoint_blocks
 
     def forward(
         self,
@@ -82,8 +87,12 @@ class SftStep(nn.Module):
         ids: Tensor,
         mask: Tensor,
         layout: PackedLayout,
+        weights: Tensor,
     ) -> dict[str, Tensor]:
-        """Score packed clean latents and noise [B, 16, P, h, w] at sigma [B, P] (0 on the clean anchors)."""
+        """Score packed clean latents and noise [B, 16, P, h, w] at sigma [B, P] (0 on the clean anchors).
+
+        ``weights`` [P] are those of each packed frame's loss.
+        """
         s = sigma[:, None, :, None, None]
         packing = layout.packing
         with torch.autocast(packed.device.type, torch.bfloat16, enabled=self.autocast):
@@ -95,13 +104,14 @@ class SftStep(nn.Module):
                 frames=layout.frames,
                 segments=packing.segments,
                 self_attend=layout.attend,
+                checkpoint_blocks=self.checkpoint_blocks,
             )
         losses = flow_loss(velocity, packed, noise)
         count = packing.num_anchors
-        planner = weighted_mean(losses[:, count : 2 * count], layout.weights[count : 2 * count])
+        planner = weighted_mean(losses[:, count : 2 * count], weights[count : 2 * count])
         if not packing.num_chunk_frames:
             return {"loss": planner, "planner": planner}
-        renderer = weighted_mean(losses[:, 2 * count :], layout.weights[2 * count :])
+        renderer = weighted_mean(losses[:, 2 * count :], weights[2 * count :])
         return {"loss": planner + renderer, "planner": planner, "renderer": renderer}
 
 
@@ -115,6 +125,13 @@ def packed_sigmas(packing: Packing, count: int, generator: torch.Generator, *, d
     return torch.cat((clean, per_block[:, block_of], clip), dim=1)
 
 
+def crop_offset(layout: PackedLayout, clip_frames: int, *, share: float, seed: str) -> int:
+    """Draw where clips of ``clip_frames`` latents are cropped, alike on every process: 0 but for ``share`` of steps."""
+    choice = random.Random(f"rebase-{seed}")
+    room = clip_frames - 1 - max(layout.packing.frames)
+    return choice.randint(0, room) if room > 0 and choice.random() < share else 0
+
+
 def train_sft(
     model: CausalWanTransformer,
     text: ByteT5Encoder,
@@ -124,18 +141,27 @@ def train_sft(
     *,
     accelerator: Accelerator,
     compiled: bool = True,
+    checkpoint_blocks: bool = False,
+    rebase: float = 0.0,
 ) -> tuple[CausalWanTransformer, ByteT5Encoder]:
-    """Fine-tune a model with roles attached; the steps take the ``layouts`` in turn."""
+    """Fine-tune a model with roles attached; the steps take the ``layouts`` in turn.
+
+    A share ``rebase`` of the steps crops its clips at a random place, with positions from 0: the anchors then lie on
+    other moments of them (time-rebase). Clips as long as a layout leave no room for that.
+    """
     device = accelerator.device
-    step = SftStep(model, text, autocast=device.type == "cuda")
+    step = SftStep(model, text, autocast=device.type == "cuda", checkpoint_blocks=checkpoint_blocks)
 
     def batch(generator: torch.Generator, number: int) -> tuple[object, ...]:
         layout = layouts[number % len(layouts)]
         clean, ids, mask = pool.sample(layout.clips, generator, drop=CAPTION_DROP)
-        packed = clean[:, :, layout.frames]
+        offset = crop_offset(layout, clean.shape[2], share=rebase, seed=f"{config.seed}-{number}")
+        packed = clean[:, :, layout.frames + offset]
         noise = torch.randn(packed.shape, generator=generator, device=device)
         sigma = packed_sigmas(layout.packing, layout.clips, generator, device=device)
-        return packed, noise, sigma, ids, mask, layout
+        # a clip's first latent frame is one video frame; one in its middle is four, like all others
+        weights = layout.weights if offset == 0 else layout.weights.clamp(max=1.0)
+        return packed, noise, sigma, ids, mask, layout, weights
 
     compile_parts = partial(compile_blocks, model) if compiled else None
     best = train(step, config, accelerator=accelerator, batch=batch, prepare=compile_parts)
