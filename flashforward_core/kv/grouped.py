@@ -8,6 +8,7 @@ Letters: B batch, L queries, N keys, H heads, D head dim, S sequences (B·H·buc
 import importlib.util
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BIAS_CHANNELS = 8  # three are used; kernels take multiples of eight
+BIAS_PARTS = 3  # of float32's 24 bits, 8 in each bfloat16
+BIAS_CHANNELS = 8  # kernels take multiples of eight
 HIDDEN = -1.0e4  # a bias this low hides a key: minus infinity times a channel would be no number
 Ragged = Callable[..., Tensor]
 """(q_THD, k_THD, v_THD, starts of the sequences' queries [S+1], of their keys, longest of each, scale) -> out_THD."""
@@ -54,32 +56,53 @@ def ragged_torch(
     return out
 
 
-def attend_grouped(
-    q_BLHD: Tensor,
-    k_BNHD: Tensor,
-    v_BNHD: Tensor,
-    q_codes_BLH: Tensor,
-    k_codes_BNH: Tensor,
-    *,
-    buckets: int,
-    bias_BHN: Tensor | None = None,
-    ragged: Ragged = _flash,
-) -> Tensor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedKeys:
+    """Keys and values in sequences by batch, head and bucket: they serve as long as the cache does not change."""
+
+    k_THD: Tensor
+    v_THD: Tensor
+    at: Tensor
+    """Where each sequence begins, int32 [S+1]."""
+    longest: int
+    buckets: int
+    biased: bool
+    """Whether a bias rides along."""
+
+
+def group_keys(
+    k_BNHD: Tensor, v_BNHD: Tensor, codes_BNH: Tensor, *, buckets: int, bias_BHN: Tensor | None = None
+) -> GroupedKeys:
+    """Sort keys and values by bucket. Waits for the device once, to learn the longest sequence."""
+    if bias_BHN is not None:
+        k_BNHD, v_BNHD = _with_bias(k_BNHD, v_BNHD, bias_BHN)
+    order, at = _sequences(codes_BNH, buckets)
+    return GroupedKeys(
+        k_THD=_rows(k_BNHD)[order],
+        v_THD=_rows(v_BNHD)[order],
+        at=at,
+        longest=int(at.diff().max()),
+        buckets=buckets,
+        biased=bias_BHN is not None,
+    )
+
+
+def attend_grouped(q_BLHD: Tensor, codes_BLH: Tensor, keys: GroupedKeys, *, ragged: Ragged | None = None) -> Tensor:
     """Attend each query to the keys of its bucket, [B, L, H, D]. Every query's bucket must hold a key.
 
-    Waits for the device once, to learn the longest sequences.
+    Waits for the device once, to learn the longest sequence.
     """
     dim = q_BLHD.shape[-1]
-    if bias_BHN is not None:
-        q_BLHD, k_BNHD, v_BNHD = _with_bias(q_BLHD, k_BNHD, v_BNHD, bias_BHN)
-    q_order, q_at = _sequences(q_codes_BLH, buckets)
-    k_order, k_at = _sequences(k_codes_BNH, buckets)
-    longest = torch.stack([q_at.diff().max(), k_at.diff().max()]).tolist()
-    q, k, v = _rows(q_BLHD)[q_order], _rows(k_BNHD)[k_order], _rows(v_BNHD)[k_order]
-    found = ragged(q, k, v, q_at, k_at, (longest[0], longest[1]), dim**-0.5)
+    if keys.biased:
+        constant = q_BLHD.new_full((*q_BLHD.shape[:3], BIAS_PARTS), _bias_factor(dim, q_BLHD.dtype))
+        q_BLHD = torch.cat([q_BLHD, pad(constant, (0, BIAS_CHANNELS - BIAS_PARTS))], dim=-1)
+    order, at = _sequences(codes_BLH, keys.buckets)
+    attend = ragged or (_flash if q_BLHD.is_cuda else ragged_torch)
+    longest = (int(at.diff().max()), keys.longest)
+    found = attend(_rows(q_BLHD)[order], keys.k_THD, keys.v_THD, at, keys.at, longest, dim**-0.5)
     out = torch.empty_like(found)
-    out[q_order] = found
-    batch, queries, heads = q_codes_BLH.shape
+    out[order] = found
+    batch, queries, heads = codes_BLH.shape
     return out.view(batch, heads, queries, -1)[..., :dim].transpose(1, 2)
 
 
@@ -97,16 +120,19 @@ def _sequences(codes_BNH: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
     return sequence.argsort(stable=True), pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def _with_bias(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, bias_BHN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values with channels that put ``bias_BHN`` on the scaled logits."""
-    root = math.sqrt(q_BLHD.shape[-1])
-    factor = float(torch.tensor(root, dtype=q_BLHD.dtype))
-    rest = (bias_BHN.float().clamp(min=HIDDEN) * (root / factor)).transpose(1, 2).expand(k_BNHD.shape[:3])
+def _bias_factor(dim: int, dtype: torch.dtype) -> float:
+    """Return what a query holds in the bias's channels: √D, which undoes the logits' scale, as ``dtype`` has it."""
+    return float(torch.tensor(math.sqrt(dim), dtype=dtype))
+
+
+def _with_bias(k_BNHD: Tensor, v_BNHD: Tensor, bias_BHN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values with channels that put ``bias_BHN`` on the scaled logits."""
+    dim = k_BNHD.shape[-1]
+    factor = math.sqrt(dim) / _bias_factor(dim, k_BNHD.dtype)
+    rest = (bias_BHN.float().clamp(min=HIDDEN) * factor).transpose(1, 2).expand(k_BNHD.shape[:3])
     parts = []
-    for _ in range(3):
+    for _ in range(BIAS_PARTS):
         parts.append(rest.to(k_BNHD.dtype))
         rest = rest - parts[-1].float()
-    channels = pad(torch.stack(parts, dim=-1), (0, BIAS_CHANNELS - 3))
-    constant = pad(q_BLHD.new_full((*q_BLHD.shape[:3], 3), factor), (0, BIAS_CHANNELS - 3))
-    k, q = torch.cat([k_BNHD, channels], dim=-1), torch.cat([q_BLHD, constant], dim=-1)
-    return q, k, pad(v_BNHD, (0, BIAS_CHANNELS))
+    channels = pad(torch.stack(parts, dim=-1), (0, BIAS_CHANNELS - BIAS_PARTS))
+    return torch.cat([k_BNHD, channels], dim=-1), pad(v_BNHD, (0, BIAS_CHANNELS))

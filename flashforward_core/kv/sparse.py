@@ -17,7 +17,7 @@ from ..kv_policy import SparseOptions
 from ..model.attention import AttentionFn
 from ..model.biased_attention import BiasedAttentionFn, attend_biased
 from .ann import buckets, centre
-from .grouped import attend_grouped, grouped_serves
+from .grouped import attend_grouped, group_keys, grouped_serves
 from .padding import MergedPrompt
 
 QUERY_BLOCK = 512
@@ -164,9 +164,8 @@ def attend_sparse(
     q_ABLH, k_ABNH = bucket_of_queries_and_keys(q_BLHD, k_BNHD, options=options, bias_BHN=bias_BHN)
     if not bool(meets(q_ABLH, k_ABNH, num_buckets=2**options.planes).all()):  # a lonely query sees all keys
         return attend_buckets_flex(q_BLHD, k_BNHD, v_BNHD, options=options, bias_BHN=bias_BHN)
-    return attend_grouped(
-        q_BLHD, k_BNHD, v_BNHD, q_ABLH[0], k_ABNH[0], buckets=2**options.planes + 1, bias_BHN=bias_BHN
-    )
+    keys = group_keys(k_BNHD, v_BNHD, k_ABNH[0], buckets=2**options.planes + 1, bias_BHN=bias_BHN)
+    return attend_grouped(q_BLHD, q_ABLH[0], keys)
 
 
 class SparseForward:

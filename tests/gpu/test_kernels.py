@@ -69,3 +69,21 @@ def test_nearest_codes_equal_the_twin(shape: tuple[int, ...]) -> None:
     )
     reached = products.gather(-1, found.unsqueeze(-1)).squeeze(-1)
     assert ((products.amax(dim=-1) - reached).abs() < 1e-4 * reached.abs()).all()  # float32 scales
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_dense_calls_per_bucket_equal_their_twin(biased: bool) -> None:
+    """Flash attention on ragged batches, with a bias on channels of its own: bfloat16's precision of the result."""
+    from flashforward_core.kv.grouped import attend_grouped, group_keys, ragged_torch
+    from flashforward_core.kv.sparse import bucket_of_queries_and_keys
+    from flashforward_core.kv_policy import SparseOptions
+
+    q, k, v = (_randn(2, tokens, 3, 64, seed=seed).to(torch.bfloat16) for seed, tokens in enumerate((300, 700, 700)))
+    bias = _randn(2, 3, 700, seed=4).abs() * 3 if biased else None
+    if bias is not None:
+        bias[..., ::5] = -torch.inf
+    q_codes, k_codes = bucket_of_queries_and_keys(q, k, options=SparseOptions(), bias_BHN=bias)
+    keys = group_keys(k, v, k_codes[0], buckets=9, bias_BHN=bias)
+    wide = group_keys(k.float(), v.float(), k_codes[0], buckets=9, bias_BHN=bias)
+    expected = attend_grouped(q.float(), q_codes[0], wide, ragged=ragged_torch)
+    torch.testing.assert_close(attend_grouped(q, q_codes[0], keys).float(), expected, rtol=0, atol=2e-2)

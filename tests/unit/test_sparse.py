@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from flashforward_core.graph.task import Role
-from flashforward_core.kv.grouped import attend_grouped, ragged_torch
+from flashforward_core.kv.grouped import attend_grouped, group_keys
 from flashforward_core.kv.padding import MergedPrompt, merge_padding
 from flashforward_core.kv.sparse import (
     SparseForward,
@@ -88,7 +88,7 @@ def test_dense_calls_per_bucket_compute_the_same(biased: bool) -> None:
     if bias is not None:
         bias[:, 0, ::3] = -torch.inf
     q_codes, k_codes = bucket_of_queries_and_keys(q, k, options=options, bias_BHN=bias)
-    found = attend_grouped(q, k, v, q_codes[0], k_codes[0], buckets=9, bias_BHN=bias, ragged=ragged_torch)
+    found = attend_grouped(q, q_codes[0], group_keys(k, v, k_codes[0], buckets=9, bias_BHN=bias))
     expected = attend_buckets(q, k, v, options=options, bias_BHN=bias)
     assert meets(q_codes, k_codes, num_buckets=8).all(), "no query may be alone here"
     assert (found - expected).abs().max() < (1e-6 if biased else EXACT)  # the bias itself is float32
@@ -108,7 +108,7 @@ def test_half_precision_keeps_a_bias_to_float32() -> None:
         weights.extend(logits.softmax(dim=-1)[0].tolist())
         return q
 
-    attend_grouped(q, k, v, codes, codes.expand(1, 2, 1), buckets=1, bias_BHN=bias, ragged=ragged)
+    attend_grouped(q, codes, group_keys(k, v, codes.expand(1, 2, 1), buckets=1, bias_BHN=bias), ragged=ragged)
     assert weights[0] == pytest.approx(700 / 701, rel=1e-6)
 
 
