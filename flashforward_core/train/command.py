@@ -8,8 +8,8 @@ import argparse
 import logging
 import math
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from flashforward_core.graph.task import Role
 from flashforward_core.model.config import EMBEDDED
 from flashforward_core.model.files import fingerprint
 from flashforward_core.model.loading import load_embedded
-from flashforward_core.model.roles import TARGETS, attach_roles
+from flashforward_core.model.roles import attach_roles, role_parameters
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer
 from flashforward_core.scenes import FPS, HEIGHT, HELD_OUT, WIDTH, sample_scene
@@ -30,6 +30,7 @@ from flashforward_core.train.data import LatentPool
 from flashforward_core.train.export import export_model
 from flashforward_core.train.folder import ClipForm, captioned_videos, encode_folder
 from flashforward_core.train.loop import LoopConfig
+from flashforward_core.train.options import PARTIAL, add_arguments, check, complete, is_exported
 from flashforward_core.train.rollout import layout_for
 from flashforward_core.train.vae_train import (
     ClipPool,
@@ -45,24 +46,12 @@ from flashforward_core.train.vae_train import (
     train_vae,
 )
 
+__all__ = ["add_arguments", "run"]
+
 log = logging.getLogger(__name__)
 
 CLIP_FRAMES = 321  # 81 latents, 20 seconds
-ROLE_RANK = 8
 assert FPS == 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A training step and its defaults."""
-
-    run: Callable[[argparse.Namespace, Accelerator], None]
-    steps: int
-    clips: int
-    lr: float
-    help: str
-    partial: bool = False
-    """Whether some steps leave weights unused: single frames the temporal convolutions, the planner the other role."""
 
 
 VAE_STAGES = ((0.1, 1, 256), (0.25, 17, 16), (0.3, 49, 8), (0.35, 129, 3))
@@ -169,6 +158,7 @@ def _config(args: argparse.Namespace, name: str) -> LoopConfig:
         out=args.out / f"{name}_run",
         steps=args.steps,
         lr=args.lr,
+        warmup=max(1, min(100, args.steps // 10)),
         seed=args.seed,
         max_s=args.max_s,
         save_every_s=args.save_every_s,
@@ -217,9 +207,9 @@ def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
     model, text = _base_model(args.init or args.out / "base.pt")
     if args.rank > 0:
         attach_roles(model, rank=args.rank, alpha=args.alpha or args.rank, targets=args.targets)
-    if not args.role_embedding:
-        torch.nn.init.zeros_(model.role_embedding.weight)
-        model.role_embedding.requires_grad_(False)
+    if is_exported(args.init) or not args.role_embedding:
+        torch.nn.init.zeros_(model.role_embedding.weight)  # roles start alike
+    _choose_trained(model, text, args)
     longest = args.latents
     steps = [(times * args.clips, latents * longest // 81, planner) for times, latents, planner in SFT_STEPS]
     model, text = sft_step.train_sft(
@@ -243,7 +233,8 @@ STUDENT_LR_SCALE = 0.5  # the critic has to follow the student, so it learns fas
 
 
 def _distill(args: argparse.Namespace, accelerator: Accelerator) -> None:
-    model, text = _student(args.init or args.out / "sft.pt")
+    model, text = _student(args.init or args.out / "sft.pt", args)
+    _choose_trained(model, text, args)
     (critic, _), (base, base_text) = (_base_model(args.teacher or args.out / "base.pt") for _ in range(2))
     spec = sft_step.spec_for_latents(args.latents, width=WIDTH, height=HEIGHT)
     if args.forward_kl > 0:
@@ -285,13 +276,23 @@ def _captions(args: argparse.Namespace, accelerator: Accelerator) -> list[str]:
     ]
 
 
-def _student(source: Path) -> tuple[CausalWanTransformer, ByteT5Encoder]:
+def _choose_trained(model: CausalWanTransformer, text: torch.nn.Module, args: argparse.Namespace) -> None:
+    """Freeze what is not to be trained."""
+    if args.frozen:
+        model.requires_grad_(False)
+        text.requires_grad_(False)
+        for parameter in role_parameters(model):
+            parameter.requires_grad_(True)
+    model.role_embedding.requires_grad_(args.role_embedding)
+
+
+def _student(source: Path, args: argparse.Namespace) -> tuple[CausalWanTransformer, ByteT5Encoder]:
     """Return a model with its roles attached and its text encoder, from an ``sft.pt`` or an exported folder."""
     if source.is_dir():
         exported = load_embedded(source, merged=False)
         return exported.models[Role.RENDERER].requires_grad_(True).train(), exported.text_encoder
     model, text = _models()
-    attach_roles(model, rank=ROLE_RANK, alpha=ROLE_RANK)
+    attach_roles(model, rank=args.rank, alpha=args.alpha or args.rank, targets=args.targets)
     base_step.load_base(model, text, source)
     return model, text
 
@@ -309,121 +310,28 @@ def _base_model(source: Path) -> tuple[CausalWanTransformer, ByteT5Encoder]:
 def _vae_folder(args: argparse.Namespace) -> Path:
     """Return the autoencoder of this run, or that of the exported folder that it starts from."""
     own: Path = args.out / "vae"
-    return own if own.exists() or not _is_exported(args.init) else args.init / "vae"
+    return own if own.exists() or not is_exported(args.init) else args.init / "vae"
 
 
-def _is_exported(source: Path | None) -> bool:
-    return source is not None and (source / "vae").is_dir()
-
-
-STEPS = {
-    "vae": Step(run=_vae, steps=6000, clips=8, lr=3e-3, help="the autoencoder", partial=True),
-    "base": Step(run=_base, steps=3000, clips=64, lr=1e-3, help="the bidirectional base and the text encoder"),
-    "sft": Step(
-        run=_sft, steps=4000, clips=16, lr=5e-4, help="both roles, packed supervised fine-tuning", partial=True
-    ),
-    "distill": Step(
-        run=_distill, steps=1200, clips=8, lr=1e-4, help="both roles, on their own rollouts, from sft.pt", partial=True
-    ),
+STEPS: Mapping[str, Callable[[argparse.Namespace, Accelerator], None]] = {
+    "vae": _vae,
+    "base": _base,
+    "sft": _sft,
+    "distill": _distill,
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``train`` to its parser."""
-    parser.add_argument("step", choices=STEPS, help="; ".join(f"{name}: {step.help}" for name, step in STEPS.items()))
-    parser.add_argument("--out", type=Path, default=Path(".train"), help="folder of checkpoints and results")
-    parser.add_argument(
-        "--init",
-        type=Path,
-        help="start from weights: a vae folder (last stage only), an assets folder (others), a base.pt (sft), "
-        "an sft.pt (distill)",
-    )
-    parser.add_argument("--steps", type=int, help="optimiser steps in all; 0 with vae --init: only measure it")
-    parser.add_argument("--clips", type=int, help="clips per batch and process")
-    parser.add_argument("--lr", type=float, help="peak learning rate")
-    parser.add_argument(
-        "--data", type=Path, metavar="FOLDER", help="base, sft, distill: videos with captions, in place of drawn scenes"
-    )
-    parser.add_argument("--scenes", type=int, default=4096, help="procedural scenes to train on")
-    parser.add_argument("--held-out", type=int, default=512, help="scenes that the autoencoder is measured on")
-    parser.add_argument("--decoder-only", action="store_true", help="vae: keep --init's encoder; even the frames out")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-s", type=float, default=math.inf, help="stop after this many seconds of training")
-    parser.add_argument(
-        "--save-every-s", type=float, default=math.inf, help="save, and export where a step does, so often"
-    )
-    parser.add_argument("--accumulate", type=int, default=1, help="batches per step (1)")
-    parser.add_argument("--logs", action="store_true", help="write TensorBoard logs (pip install tensorboard)")
-    parser.add_argument("--latents", type=int, default=81, help="sft, distill: latent frames of the longest clip (81)")
-    parser.add_argument("--rank", type=int, default=ROLE_RANK, help="sft: rank of the roles' LoRAs, 0 for none (8)")
-    parser.add_argument("--alpha", type=float, help="sft: scale of the LoRAs is alpha / rank (the rank)")
-    parser.add_argument("--targets", nargs="+", default=TARGETS, help="sft: linears of a block that get LoRAs (all)")
-    parser.add_argument(
-        "--no-role-embedding", dest="role_embedding", action="store_false", help="sft: tell roles apart by LoRAs alone"
-    )
-    parser.add_argument("--rebase", type=float, default=0.0, help="sft: share of steps on clips cropped anywhere (0)")
-    parser.add_argument("--checkpoint-blocks", action="store_true", help="recompute blocks in backward, for memory")
-    parser.add_argument("--teacher", type=Path, help="distill: a base.pt or assets folder to learn from (OUT/base.pt)")
-    parser.add_argument("--guidance", type=float, default=3.0, help="distill: weight of the teacher's guidance (3)")
-    parser.add_argument("--forward-kl", type=float, default=0.0, help="distill: weight of the loss on real clips (0)")
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="run eagerly")
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Refuse what a step would only find out after minutes, or not at all."""
-    if not args.lr < math.inf:
-        raise ValueError(f"lr={args.lr} is not finite; use lr={STEPS[args.step].lr}")
-    if args.decoder_only and (args.step != "vae" or args.init is None):
-        raise ValueError("decoder_only=True is for train vae with --init; name the autoencoder whose encoder to keep")
-    if args.data is not None:
-        if args.step == "vae":
-            raise ValueError(
-                f"data={args.data} is for base, sft and distill; the autoencoder is trained on drawn scenes"
-            )
-        captioned_videos(args.data)
-    if args.scenes < 1:
-        raise ValueError(f"scenes={args.scenes} is below 1; use scenes=4096")
-    if not 21 <= args.latents <= 81:
-        raise ValueError(f"latents={args.latents} is outside 21 to 81, the lengths of clips; use latents=81")
-    if not 0 <= args.rebase <= 1:
-        raise ValueError(f"rebase={args.rebase} is outside 0 to 1; use rebase=0.5")
-    if args.rank < 0:
-        raise ValueError(f"rank={args.rank} is below 0; use rank=8, or 0 for no LoRAs")
-    if not args.max_s > 0:
-        raise ValueError(f"max_s={args.max_s} is not above 0; leave it out for no limit")
-    for name in ("init", "teacher"):
-        path = getattr(args, name)
-        if path is not None and not path.exists():
-            raise ValueError(f"{name}={path} is missing; name existing weights or leave it out")
-    vae = {} if _is_exported(args.init) else {"vae/config.json": "vae"}
-    teacher = {"base.pt": "base"} if args.teacher is None else {}
-    needed = {
-        "vae": {},
-        "base": vae,
-        "sft": vae | ({"base.pt": "base"} if args.init is None else {}),
-        "distill": vae | teacher | ({"sft.pt": "sft"} if args.init is None else {}),
-    }
-    for name, step in needed[args.step].items():
-        if not (args.out / name).is_file():
-            raise ValueError(f"{args.out / name} is missing; run first: train {step} --out {args.out}")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run one training step."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("accelerate").setLevel(logging.WARNING)
-    step = STEPS[args.step]
-    for name in ("steps", "clips", "lr"):
-        if getattr(args, name) is None:
-            setattr(args, name, getattr(step, name))
-        only_measure = name == "steps" and args.steps == 0 and args.step == "vae" and args.init is not None
-        if getattr(args, name) <= 0 and not only_measure:
-            raise ValueError(f"{name}={getattr(args, name)} is not above 0; use {name}={getattr(step, name)}")
-    _check(args)
+    complete(args)
+    check(args)
     torch.manual_seed(args.seed)
     if torch.cuda.is_available():
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
         torch._dynamo.config.recompile_limit = 64  # the autoencoder's fused norm meets many layouts
-    step.run(args, Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=step.partial)]))
+    unused = DistributedDataParallelKwargs(find_unused_parameters=PARTIAL[args.step])
+    STEPS[args.step](args, Accelerator(kwargs_handlers=[unused]))
     return 0

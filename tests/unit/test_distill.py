@@ -1,5 +1,6 @@
 """Distribution matching: its gradient against closed forms, and what each step moves."""
 
+import argparse
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -279,7 +280,7 @@ def test_the_step_is_part_of_the_training_command(tmp_path: Path, capsys: pytest
 
 def test_the_shipped_weights_are_a_student_and_a_teacher() -> None:
     """The student plays its roles as the loaded backbone does; the teacher is the same transformer without them."""
-    student, text = _student(ASSETS)
+    student, text = _student(ASSETS, argparse.Namespace())
     base, _ = _base_model(ASSETS)
     assert all(parameter.requires_grad for parameter in student.parameters())
     backbone = load_embedded()
