@@ -155,12 +155,6 @@ class AnchorPlan:
         """Absolute latent index of every anchor; none lies past the last latent frame."""
         return tuple(range(0, latent_frames, self.stride))
 
-    def blocks(self, latent_frames: int) -> tuple[tuple[int, ...], ...]:
-        """Anchor indices per block; the last block may be shorter."""
-        count = len(self.positions(latent_frames))
-        size = self.block_frames
-        return tuple(tuple(range(i, min(i + size, count))) for i in range(0, count, size))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
@@ -263,9 +257,24 @@ class RolloutSpec:
         start = index * self.chunk_frames
         return range(start, min(start + self.chunk_frames, self.shape.latent_frames))
 
+    def scene_anchors(self, latent_frame: int) -> range:
+        """Indices of the anchors of the scene of ``latent_frame``, between the hard cuts around it; maybe none."""
+        if self.anchors is None:
+            return range(0)
+        cuts = [span.start for span in self.prompts if span.hard_cut]
+        start = max((cut for cut in cuts if cut <= latent_frame), default=0)
+        stop = min((cut for cut in cuts if cut > latent_frame), default=self.shape.latent_frames)
+        stride = self.anchors.stride
+        return range(-(-start // stride), -(-stop // stride))
+
     def anchor_blocks(self) -> tuple[tuple[int, ...], ...]:
-        """Anchor indices per planner block; empty without anchors."""
-        return () if self.anchors is None else self.anchors.blocks(self.shape.latent_frames)
+        """Anchor indices per planner block, each of one scene; empty without anchors."""
+        if self.anchors is None:
+            return ()
+        size = self.anchors.block_frames
+        starts = sorted({0, *(span.start for span in self.prompts if span.hard_cut)})
+        scenes = [self.scene_anchors(start) for start in starts]
+        return tuple(tuple(scene[at : at + size]) for scene in scenes for at in range(0, len(scene), size))
 
     def anchor_positions(self) -> tuple[int, ...]:
         """Absolute latent index of every anchor; empty without anchors."""

@@ -250,7 +250,9 @@ class PlanAnchors(io.ComfyNode):
         start = None
         if start_image is not None:
             start = encode_pictures(start_image, name="start_image", shape=spec.shape, backbone=backbone, vae=vae)
-        monitor = RolloutMonitor(node_id=cls.hidden.unique_id, look=look_of(backbone), plan=plan, planner_only=True)
+        monitor = RolloutMonitor(
+            node_id=cls.hidden.unique_id, look=look_of(backbone), plan=replace(plan, spec=spec), planner_only=True
+        )
         make_resident(backbone, plan)
         anchors = plan_anchors(
             backbone,

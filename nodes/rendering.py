@@ -89,7 +89,7 @@ class Render(io.ComfyNode):
         monitor = RolloutMonitor(
             node_id=cls.hidden.unique_id,
             look=look_of(backbone),
-            plan=plan,
+            plan=replace(plan, spec=spec),  # its prompts' hard cuts divide the anchors' blocks
             given_anchors=anchors is not None,
         )
         make_resident(backbone, plan)

@@ -35,13 +35,14 @@ def floor(plan: AnchorPlan, frames: range) -> int:
     return frames[0] // plan.stride
 
 
-def anchors_for(plan: AnchorPlan, frames: range, latent_frames: int) -> tuple[int, ...]:
+def anchors_for(plan: AnchorPlan, frames: range, latent_frames: int, *, scene: range | None = None) -> tuple[int, ...]:
     """Return Γ of the chunk that covers ``frames``: ``plan.context`` consecutive anchor indices.
 
-    All anchors when the video has fewer. An unknown ``plan.rule`` raises ``ValueError``. The rules are ours:
-    FlashForward's paper says only that a chunk reads three consecutive anchors.
+    All anchors when there are fewer. ``scene`` holds the anchors to choose from; by default those of the whole video.
+    An unknown ``plan.rule`` raises ``ValueError``. The rules are ours: FlashForward's paper says only that a chunk
+    reads three consecutive anchors.
     """
-    count = len(plan.positions(latent_frames))
-    size = min(plan.context, count)
-    first = max(0, min(RULES[plan.rule](plan, frames), count - size))
+    among = range(len(plan.positions(latent_frames))) if scene is None else scene
+    size = min(plan.context, len(among))
+    first = max(among.start, min(RULES[plan.rule](plan, frames), among.stop - size))
     return tuple(range(first, first + size))

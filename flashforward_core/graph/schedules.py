@@ -66,7 +66,7 @@ def history_chunks(spec: RolloutSpec, chunk: int) -> tuple[int, ...]:
     """Return the earlier chunks whose KV ``chunk`` reads, in order.
 
     The sink pins the first chunks of the scene and counts within the history. A hard cut starts a new scene with
-    the first chunk that begins at or after it; chunks before that are forgotten, anchors are not.
+    the first chunk that begins at or after it; chunks before that are forgotten.
     """
     scene = range(spec.scene_start(chunk), chunk)
     if len(scene) <= spec.history.chunks:
@@ -126,8 +126,9 @@ def _compact(spec: RolloutSpec, memory: Memory, *, chunk: int, stage: int) -> Fo
 def _planner_block(spec: RolloutSpec, block: int, *, given: bool) -> Iterator[ForwardTask]:
     """Denoise one anchor block, then commit it; only commit it when its latents are given."""
     blocks, stages = spec.anchor_blocks(), spec.stages.num_stages
+    scene = spec.scene_anchors(spec.anchor_positions()[blocks[block][0]])
     seen = blocks[max(0, block - spec.history.planner_blocks) : block]
-    history = tuple(_anchor_kv(spec, anchor) for earlier in seen for anchor in earlier)
+    history = tuple(_anchor_kv(spec, anchor) for earlier in seen for anchor in earlier if anchor in scene)
     for stage in range(0 if not given else stages, stages):
         yield ForwardTask(
             kind=Kind.DENOISE,
@@ -148,9 +149,14 @@ def _planner_block(spec: RolloutSpec, block: int, *, given: bool) -> Iterator[Fo
 
 
 def _gamma(spec: RolloutSpec, chunk: int) -> tuple[int, ...]:
+    """Return the anchors that a chunk reads: its scene's, or the last scene's before it where its own has none."""
     if spec.anchors is None:
         return ()
-    return anchors_for(spec.anchors, spec.chunk(chunk), spec.shape.latent_frames)
+    frames = spec.chunk(chunk)
+    scene = spec.scene_anchors(frames.start)
+    if not scene:
+        scene = spec.scene_anchors(spec.anchor_positions()[scene.start - 1])
+    return anchors_for(spec.anchors, frames, spec.shape.latent_frames, scene=scene)
 
 
 def _context(spec: RolloutSpec, memory: Memory, *, chunk: int, stage: int) -> tuple[Slot, ...]:

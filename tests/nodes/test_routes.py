@@ -344,6 +344,27 @@ def test_progress_says_where_the_run_is(run: Any) -> None:
     assert any(text.endswith("chunk 3/3 · 2 lanes") for text in texts)
 
 
+def test_a_run_with_a_hard_cut_tells_its_blocks_and_shows_its_anchors(
+    server: Server, quickstart: Json, object_info: Json
+) -> None:
+    """Anchors at 0, 2, 4, 6, 8; the cut at latent frame 2 (5 video frames) makes blocks of one, three and one."""
+    from comfy_workflow import to_api
+
+    api = to_api(quickstart, object_info)
+    change(api, "FlashForwardPlan", seconds=NINE_LATENTS_S, anchor_stride=2)
+    change(
+        api, "FlashForwardEncodePrompt", text="a red ball bounces at noon [5f] | a white bird circles at night [4s#]"
+    )
+    anchors = [node_id(api, "FlashForwardPlanAnchors"), 1]
+    del api[node_id(api, "FlashForwardDecodeVideo")], api[node_id(api, "FlashForwardRender")]
+    api["800"] = {"class_type": "SaveLatent", "inputs": {"samples": anchors, "filename_prefix": "anchors"}}
+    seen = asyncio.run(_events(server, api))
+    assert seen[-1][1] == "execution_success"
+    assert any(text.endswith("anchor block 3/3 · 1 lane") for _, event, text in seen if event == "text")
+    pictures = [picture for data in of(seen, "flashforward.preview", planner=True) for picture in data["pictures"]]
+    assert [(picture["kind"], picture["frame"]) for picture in pictures] == [("anchor", n) for n in (0, 2, 4, 6, 8)]
+
+
 def test_events_name_the_plan_whose_timeline_shows_them(run: Any, quickstart: Json) -> None:
     (plan_node,) = [node["id"] for node in quickstart["nodes"] if node["type"] == "FlashForwardPlan"]
     assert {data["plan"] for data in of(run, "flashforward.span")} == {str(plan_node)}

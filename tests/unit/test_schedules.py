@@ -261,15 +261,59 @@ def test_a_prompt_change_without_a_cut_keeps_history() -> None:
     assert history_chunks(spec, 5) == (3, 4)
 
 
-def test_a_hard_cut_leaves_anchors_alone() -> None:
-    cut = (PromptSpan(), PromptSpan(start=6, prompt=1, hard_cut=True))
-    found = edges(build_graph(small("flashforward", prompts=cut), decode=False))
-    assert found["renderer/denoise/c2/s0"] == (
-        {"latent/2/0", "anchor_kv/3/2/anchor", "anchor_kv/4/2/anchor"},
-        {"latent/2/1", "kv/2/0/stage0"},
-    )
-    assert found["renderer/denoise/c1/s0"][1] == {"latent/1/1"}  # nobody reads its KV across the cut
-    assert found["planner/denoise/b2/s0"] == typed(PLANNER)["planner/denoise/b2/s0"]
+CUT_AT_6 = {
+    # anchors 0, 2, 4 are the first scene's, in blocks of two and one; 6, 8, 10 the second's
+    "planner/denoise/b0/s0": "anchor_latent/0/0 -> anchor_latent/0/1",
+    "planner/denoise/b0/s1": "anchor_latent/0/1 -> anchor_latent/0/2",
+    "planner/commit/b0": "anchor_latent/0/2 -> anchor_kv/0/2/anchor anchor_kv/1/2/anchor",
+    "planner/denoise/b1/s0": "anchor_latent/1/0 anchor_kv/0/2/anchor anchor_kv/1/2/anchor -> anchor_latent/1/1",
+    "planner/denoise/b1/s1": "anchor_latent/1/1 anchor_kv/0/2/anchor anchor_kv/1/2/anchor -> anchor_latent/1/2",
+    "planner/commit/b1": "anchor_latent/1/2 anchor_kv/0/2/anchor anchor_kv/1/2/anchor -> anchor_kv/2/2/anchor",
+    "planner/denoise/b2/s0": "anchor_latent/2/0 -> anchor_latent/2/1",
+    "planner/denoise/b2/s1": "anchor_latent/2/1 -> anchor_latent/2/2",
+    "planner/commit/b2": "anchor_latent/2/2 -> anchor_kv/3/2/anchor anchor_kv/4/2/anchor",
+    "planner/denoise/b3/s0": "anchor_latent/3/0 anchor_kv/3/2/anchor anchor_kv/4/2/anchor -> anchor_latent/3/1",
+    "planner/denoise/b3/s1": "anchor_latent/3/1 anchor_kv/3/2/anchor anchor_kv/4/2/anchor -> anchor_latent/3/2",
+    "planner/commit/b3": "anchor_latent/3/2 anchor_kv/3/2/anchor anchor_kv/4/2/anchor -> anchor_kv/5/2/anchor",
+    "renderer/denoise/c0/s0": "latent/0/0 anchor_kv/0/2/anchor anchor_kv/1/2/anchor -> latent/0/1 kv/0/0/stage0",
+    "renderer/denoise/c0/s1": "latent/0/1 anchor_kv/0/2/anchor anchor_kv/1/2/anchor -> latent/0/2 kv/0/1/stage1",
+    # without a cut chunk 1 reads the anchors 2 and 3; nobody reads its KV across the cut
+    "renderer/denoise/c1/s0": "latent/1/0 anchor_kv/1/2/anchor anchor_kv/2/2/anchor kv/0/0/stage0 -> latent/1/1",
+    "renderer/denoise/c1/s1": "latent/1/1 anchor_kv/1/2/anchor anchor_kv/2/2/anchor kv/0/1/stage1 -> latent/1/2",
+    "renderer/denoise/c2/s0": "latent/2/0 anchor_kv/3/2/anchor anchor_kv/4/2/anchor -> latent/2/1 kv/2/0/stage0",
+    "renderer/denoise/c2/s1": "latent/2/1 anchor_kv/3/2/anchor anchor_kv/4/2/anchor -> latent/2/2 kv/2/1/stage1",
+    "renderer/denoise/c3/s0": "latent/3/0 anchor_kv/4/2/anchor anchor_kv/5/2/anchor kv/2/0/stage0 -> latent/3/1",
+    "renderer/denoise/c3/s1": "latent/3/1 anchor_kv/4/2/anchor anchor_kv/5/2/anchor kv/2/1/stage1 -> latent/3/2",
+}
+
+
+def cut_at(*frames: int) -> tuple[PromptSpan, ...]:
+    return (PromptSpan(), *(PromptSpan(start=frame, prompt=1, hard_cut=True) for frame in frames))
+
+
+def test_nothing_is_read_across_a_hard_cut() -> None:
+    graph = build_graph(small("flashforward", prompts=cut_at(6)), decode=False)
+    assert edges(graph) == typed(CUT_AT_6)
+
+
+def test_a_scene_without_an_anchor_reads_those_of_the_scene_before() -> None:
+    """Anchors are at 0, 2, 4, ...; the scenes are the latent frames 0 to 2, 3 alone, which has none, and the rest."""
+    spec = small("flashforward", chunk_frames=1, prompts=cut_at(3, 4))
+    assert spec.anchor_blocks() == ((0, 1), (2, 3), (4, 5))
+    reads = edges(build_graph(spec, decode=False))
+    anchors = {
+        chunk: sorted(slot for slot in reads[f"renderer/denoise/c{chunk}/s0"][0] if slot.startswith("anchor_kv"))
+        for chunk in (2, 3, 4)
+    }
+    first, second = ([f"anchor_kv/{n}/2/anchor" for n in pair] for pair in ((0, 1), (2, 3)))
+    assert anchors == {2: first, 3: first, 4: second}
+
+
+@pytest.mark.parametrize("schedule", ["flashforward", "clean_history_anchors"])
+def test_a_prompt_change_without_a_cut_changes_no_edge(schedule: str) -> None:
+    soft = small(schedule, prompts=(PromptSpan(), PromptSpan(start=6, prompt=1)))
+    assert edges(build_graph(soft, decode=False)) == edges(build_graph(small(schedule), decode=False))
+    assert edges(planner_graph(soft)) == typed(PLANNER)
 
 
 @pytest.mark.parametrize("schedule", ["flashforward", "clean_history_anchors"])

@@ -43,17 +43,33 @@ def test_a_prompt_takes_effect_with_the_first_chunk_that_begins_at_or_after_its_
     rig: Any, backbone: Backbone, switch: int, chunk: int, schedule: str, hard_cut: bool
 ) -> None:
     """14 latent frames in chunks of 3, so chunk 5 is past the end. All anchors are one block, of the first prompt:
-    otherwise the anchors that lie after the switch, which chunks before it read, would tell of it."""
-    plain, spans = (
-        rig.spec(schedule, anchors=ONE_BLOCK),
-        (PromptSpan(), PromptSpan(start=switch, prompt=1, hard_cut=hard_cut)),
+    otherwise the anchors that lie after the switch, which chunks before it read, would tell of it. A hard cut needs no
+    such help: nothing before it depends on what comes after."""
+    spec = rig.spec(schedule) if hard_cut else rig.spec(schedule, anchors=ONE_BLOCK)
+    stays, switches = (
+        replace(spec, prompts=(PromptSpan(), PromptSpan(start=switch, prompt=prompt, hard_cut=hard_cut)))
+        for prompt in (0, 1)
     )
-    without = render(backbone, plain, rig.texts()).latents_BCFHW
-    switched = render(backbone, replace(plain, prompts=spans), rig.texts()).latents_BCFHW
+    without = render(backbone, stays, rig.texts()).latents_BCFHW
+    switched = render(backbone, switches, rig.texts()).latents_BCFHW
     start = 3 * chunk
     assert torch.equal(switched[:, :, :start], without[:, :, :start])
     for frame in range(start, 14):
         assert not torch.equal(switched[:, :, frame], without[:, :, frame])
+
+
+@pytest.mark.parametrize("cut", [6, 9])
+def test_after_a_hard_cut_nothing_tells_of_the_first_prompt(rig: Any, backbone: Backbone, cut: int) -> None:
+    """The scene has the same bytes whatever was there before, its anchors among them."""
+    after = [
+        replace(rig.spec(), prompts=(PromptSpan(prompt=prompt), PromptSpan(start=cut, prompt=1, hard_cut=True)))
+        for prompt in (0, 1)
+    ]
+    one, other = (render(backbone, spec, rig.texts()).latents_BCFHW for spec in after)
+    assert torch.equal(one[:, :, cut:], other[:, :, cut:])
+    assert not torch.equal(one[:, :, :cut], other[:, :, :cut])
+    planned = [plan_anchors(backbone, spec, rig.texts()) for spec in after]
+    assert kept(*planned) == [position >= cut for position in planned[0].positions]
 
 
 def test_the_nearest_anchor_is_meant_and_the_earlier_of_two(anchors: Anchors) -> None:
