@@ -3,7 +3,9 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ..graph.passes import KV_SPACES, TaskCost
@@ -62,18 +64,18 @@ class CostModel:
 
     @classmethod
     def fit(cls, forwards: Mapping[int, float], *, decode_frame_s: float = 0.0) -> "CostModel":
-        """Fit a line to measured forwards, key tokens -> seconds, by least squares.
+        """Fit a line to measured forwards, key tokens -> seconds: the median of all pairs' slopes (Theil-Sen).
 
-        One measurement fixes only ``forward_s``. A line that falls or starts below 0 is no cost and raises
-        ``ValueError``.
+        First forwards may wait for kernels to load; a line of least squares would tilt towards them. One measurement
+        fixes only ``forward_s``. A line that falls or starts below 0 is no cost and raises ``ValueError``.
         """
         if not forwards:
             raise ValueError("forwards is empty; measure at least one forward, better three or more")
-        mean_keys = sum(forwards) / len(forwards)
-        mean_s = sum(forwards.values()) / len(forwards)
-        spread = sum((keys - mean_keys) ** 2 for keys in forwards)
-        slope = sum((keys - mean_keys) * (s - mean_s) for keys, s in forwards.items()) / spread if spread else 0.0
-        return cls(forward_s=mean_s - slope * mean_keys, key_s=slope, decode_frame_s=decode_frame_s)
+        pairs = combinations(sorted(forwards.items()), 2)
+        slopes = [(later - sooner) / (more - fewer) for (fewer, sooner), (more, later) in pairs]
+        slope = median(slopes) if slopes else 0.0
+        start = median(seconds - slope * keys for keys, seconds in forwards.items())
+        return cls(forward_s=start, key_s=slope, decode_frame_s=decode_frame_s)
 
     def of(self, spec: RolloutSpec) -> TaskCost:
         """Return the seconds of each task of a rollout of ``spec``."""

@@ -201,6 +201,13 @@ def test_a_line_is_fitted_exactly() -> None:
     assert CostModel.fit({9360: 0.05}) == CostModel(forward_s=0.05)
 
 
+def test_one_slow_first_forward_does_not_tilt_the_line() -> None:
+    on_line = {frames * 1560: 0.03 + 0.002 * frames for frames in range(6, 22, 3)}
+    cost = CostModel.fit({3 * 1560: 0.2, **on_line})
+    assert cost.key_s * 1560 == pytest.approx(0.002)
+    assert cost.forward_s == pytest.approx(0.03)
+
+
 @pytest.mark.parametrize("forwards", [{}, {10: 2.0, 20: 1.0}, {10: 0.1, 20: 1.0}, {10: math.nan}])
 def test_a_fit_that_is_no_cost_is_refused(forwards: dict[int, float]) -> None:
     with pytest.raises(ValueError, match=r"forwards is empty|is not a duration"):
