@@ -75,6 +75,34 @@ MUTANTS = (
         wrong="frames=state.lane.ops.put(torch.tensor(frames) + 3 * (task.role is Role.RENDERER)),",
         test="tests/golden/test_engine_equals_reference.py",
     ),
+    Mutant(
+        name="a lane of another machine is sent what it has",
+        file="flashforward_core/engine/shares.py",
+        right="here.update(missing, task.writes)",
+        wrong="here.update(missing)",
+        test="tests/property/test_shares.py",
+    ),
+    Mutant(
+        name="neighbouring lanes are on different machines",
+        file="flashforward_core/engine/ray_lanes.py",
+        right="nodes[placed * len(nodes) // cpus]",
+        wrong="nodes[placed % len(nodes)]",
+        test="tests/unit/test_lane_worker.py",
+    ),
+    Mutant(
+        name="a failed task's tensors are kept with its error",
+        file="flashforward_core/engine/executor.py",
+        right="traceback.clear_frames(error.__traceback__)",
+        wrong="pass",
+        test="tests/unit/test_out_of_memory.py",
+    ),
+    Mutant(
+        name="a lane begins with a number of threads of its own",
+        file="flashforward_core/engine/lanes.py",
+        right="torch.get_num_threads()  # a new",
+        wrong="# a new",
+        test="tests/unit/test_lanes.py::test_lanes_compute_with_the_number_of_threads_that_the_process_was_given",
+    ),
 )
 
 

@@ -92,8 +92,9 @@ def test_control_c_loses_nothing_that_is_done(tmp_path: Path, capsys: Any) -> No
     ended = threading.Event()
 
     def interrupt_after_the_first() -> None:
+        results = tmp_path / "out" / "results.jsonl"
         while not ended.is_set():
-            if (tmp_path / "out" / "results.jsonl").exists():
+            if results.exists() and results.stat().st_size:
                 os.kill(os.getpid(), signal.SIGINT)
                 return
             time.sleep(0.005)
