@@ -10,6 +10,7 @@ SUITES = {
     "ray": ("a rollout on Ray lanes beside one on lanes of this process, and what Ray adds per task", ".bench_ray"),
     "train": ("one step of each training phase: seconds and memory", ".bench_train"),
     "policies": ("KV policies against the full cache, and what they rest on", ".bench_policies"),
+    "sparse": ("a chunk over a cache of any length: dense, TempCache, AnnSA, AnnCA and all three", ".bench_sparse"),
 }
 """Name -> (help, module of this package with ``add_arguments(parser)`` and ``run(args) -> int``)."""
 

@@ -18,11 +18,17 @@ from torch import Tensor
 
 from ..engine.lanes import DevicePlan
 from ..engine.rollout import render
+from ..flow import keyed_noise_frames, renoise, timestep
+from ..graph.task import Role
 from ..kv.ann import AnnOptions, recall
+from ..kv.padding import merge_padding
 from ..kv.policies import COMPACTORS, NAMES, BlockState, Compaction, OwnKV
 from ..kv.queries import query_statistics
-from ..kv.tokens import join, unrotate, whole_frames
-from ..kv_policy import FutureForcingOptions, KVPolicy, TempCacheOptions, WindowOptions
+from ..kv.sparse import bucket_of_queries_and_keys, density, meets
+from ..kv.temp_cache import absorb_frames, squeeze
+from ..kv.tokens import Tokens, join, unrotate, whole_frames
+from ..kv_policy import FutureForcingOptions, KVPolicy, SparseOptions, TempCacheOptions, WindowOptions
+from ..model.biased_attention import attend_biased
 from ..model.loading import EMBEDDED_SIZE, load_embedded
 from ..model.roles import Backbone
 from ..model.vae import StreamingDecoder, VaeState
@@ -60,6 +66,10 @@ class LookOptions(WindowOptions):
     a time."""
     first: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
     """Per block: the latent frame that is compared with, and its queries before and after."""
+    merged: dict[int, Tokens] = field(default_factory=dict)
+    """What an unbounded TempCache would hold, by block."""
+    densities: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    """(``ann_sa`` or ``temp_cache``, latent frames seen) -> share of pairs or of tokens that is left."""
 
 
 NAMES[LookOptions] = "look"
@@ -74,6 +84,7 @@ def _look(state: BlockState | None, own: OwnKV, at: Compaction, options: LookOpt
         options.first.append((at.next_frame - 1, plain[:, -size:], own.q_BLHD[:, -size:]))
         return BlockState(tokens=fresh, statistics=query_statistics(plain, grid=at.grid))
     statistics = state.statistics.update(plain, grid=at.grid)
+    _note_densities(state.tokens, own, at, options)
     _note_cosines(plain, own, at, options)
     options.stationarity.append(statistics.stationarity_BTH.mean().item())
     keys = unrotate(state.tokens.k_BNHD, state.tokens.place_BNH, grid=at.grid)
@@ -93,6 +104,25 @@ def _note_cosines(plain_BLHD: Tensor, own: OwnKV, at: Compaction, options: LookO
     for when, ours, theirs in (("before", plain_BLHD, plain), ("after", own.q_BLHD, turned)):
         found = torch.nn.functional.cosine_similarity(ours[:, -size:].float(), theirs.float(), dim=-1)
         options.cosines.setdefault((when, at.next_frame - 1 - frame), []).append(found.mean().item())
+
+
+def _note_densities(cached: Tokens, own: OwnKV, at: Compaction, options: LookOptions) -> None:
+    """Count what AnnSA would compute and TempCache would hold, at every fourth chunk: counting takes time."""
+    block, seen = len(options.stationarity) % len(options.first), at.next_frame - len(at.frames)
+    if block not in options.merged:  # the first chunk, of which ``cached`` is the whole
+        options.merged[block] = cached
+    temp = TempCacheOptions(budget_frames=options.budget_frames)
+    merged = absorb_frames(
+        options.merged[block], own.q_BLHD, own.k_BLHD, own.v_BLHD, frames=at.frames, grid=at.grid, options=temp
+    )
+    options.merged[block] = squeeze(merged)
+    if at.next_frame // at.chunk_frames % 4 == 0:
+        kept = (options.merged[block].count_BNH > 0).double().sum(dim=1).mean().item()
+        share = kept / (at.next_frame * at.grid.frame_tokens)
+        options.densities.setdefault(("temp_cache", at.next_frame), []).append(share)
+        sample = own.q_BLHD[:, :: max(1, own.q_BLHD.shape[1] // QUERIES)]
+        found = density(sample, cached.k_BNHD, options=SparseOptions())
+        options.densities.setdefault(("ann_sa", seen), []).append(found)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -149,14 +179,50 @@ class Bench:
 
     def look(self, spec: RolloutSpec, *, book: RowBook) -> None:
         """Render the first batch under a policy that only looks; file what it saw."""
-        next(self._latents(spec))
+        latents, _ = next(self._latents(spec))
+        book.add("density", self._prompt_share(latents, spec), "1", what="ann_ca")
         look = spec.kv_policy
         assert isinstance(look, LookOptions)
         for (method, bits), found in look.recalls.items():
             book.add("recall", mean(found), "1", ann=method, bits=bits)
         book.add("stationarity", mean(look.stationarity), "1")
+        for (what, frames), shares in look.densities.items():
+            book.add("density", mean(shares), "1", what=what, frames=frames)
         for (when, frames), cosines in look.cosines.items():
             book.add("query_cosine", mean(cosines), "1", rotary=when, frames=frames)
+
+    def _prompt_share(self, latents_BCFHW: Tensor, spec: RolloutSpec) -> float:
+        """Return the share of a prompt's rows that AnnCA keeps for the second chunk, over sparse stages and blocks."""
+        model, options = self.backbone.models[Role.RENDERER], SparseOptions()
+        frames = list(spec.chunk(1))
+        clean = latents_BCFHW[:, :, frames].to(self.device)
+        noise = keyed_noise_frames(range(len(clean)), "render", frames, 0, tuple(clean.shape[i] for i in (1, 3, 4)))
+        text = self.backbone.text_encoder.encode(list(self.captions[: len(clean)])).to(self.device)
+        merged = merge_padding(model.text_context(text, Role.RENDERER), text)
+        shares: list[float] = []
+
+        def attend(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
+            q_ABLH, k_ABNH = bucket_of_queries_and_keys(q_BLHD, k_BNHD, options=options)
+            shares.append(meets(k_ABNH, q_ABLH, num_buckets=2**options.planes).double().mean().item())
+            return attend_biased(q_BLHD, k_BNHD, v_BNHD, merged.bias_N.view(1, 1, -1))
+
+        sparse: list[float] = []
+        for stage, sigma in enumerate(spec.stages.sigmas[:-1]):
+            shares.clear()
+            x = renoise(clean, noise.to(clean), sigma=sigma)
+            times = torch.full((len(clean), len(frames)), timestep(sigma), device=self.device)
+            with torch.inference_mode():
+                model(
+                    x,
+                    timestep_BF=times,
+                    text=merged.text,
+                    frames=torch.tensor(frames, device=self.device),
+                    role=Role.RENDERER,
+                    cross_attend=attend,
+                )
+            place = {"stage": stage, "num_stages": spec.stages.num_stages, "num_blocks": len(shares)}
+            sparse += [share for n, share in enumerate(shares) if options.is_sparse(block=n, **place)]
+        return mean(sparse)
 
     def compare(self, whole: RolloutSpec, *, budgets: Sequence[int], book: RowBook) -> None:
         """File every policy's likeness to ``whole``, what it gains over first in, first out, and its time per chunk."""

@@ -6,6 +6,7 @@ Letters: B batch, L queries, N keys, H heads, D head dim, S sequences (B·H·buc
 """
 
 import importlib.util
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +40,13 @@ def grouped_serves(q_BLHD: Tensor) -> bool:
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, q_at: Tensor, k_at: Tensor, longest: tuple[int, int], scale: float
 ) -> Tensor:
-    out: Tensor = _varlen()(q, k, v, q_at, k_at, *longest, scale=scale)
+    attend, default = _varlen(), q.shape[-1] ** -0.5
+    options: dict[str, float] = {}
+    if scale != default and "scale" in inspect.signature(attend).parameters:
+        options["scale"] = scale
+    elif scale != default:  # an older PyTorch: scale the queries
+        q = (q.float() * (scale / default)).to(q.dtype)
+    out: Tensor = attend(q, k, v, q_at, k_at, *longest, **options)
     return out
 
 

@@ -79,6 +79,9 @@ def test_policies_are_filed_with_what_they_gain_over_first_in_first_out(rig: Any
     gain = found["psnr_gain", "future_forcing"]["value"]
     assert gain == pytest.approx(found["psnr", "future_forcing"]["value"] - found["psnr", "window"]["value"])
     assert ("psnr_gain", "window") not in found and ("psnr", "full") not in found
+    densities = {r["config"]["what"]: r["value"] for r in rows if r["metric"] == "density"}
+    assert set(densities) == {"ann_sa", "ann_ca", "temp_cache"}
+    assert all(0 < value <= 1 for value in densities.values())
     cosines = {(r["config"]["rotary"], r["config"]["frames"]) for r in rows if r["metric"] == "query_cosine"}
     assert cosines == {(when, frames) for when in ("before", "after") for frames in (3, 6, 9)}
 
