@@ -88,7 +88,7 @@ async function run(page) {
     }
     return window.app.queuePrompt(0);
   });
-  await page.waitForFunction(() => window.ended, null, { timeout: 120_000 });
+  await page.waitForFunction(() => window.ended, null, { timeout: 600_000 }); // a busy machine takes its time
   const [event, why] = await page.evaluate(() => window.ended);
   if (event !== "execution_success") throw new Error(`${event}: ${why}`);
   await page.waitForTimeout(3000); // the page loads results and previews

@@ -15,6 +15,7 @@ import {
   parseSlot,
   readsOf,
   sameItem,
+  toneOf,
   wantedHeight,
 } from "../../web/js/timeline_model.js";
 import { plan, spanEvent } from "./plan.mjs";
@@ -72,7 +73,8 @@ test("a chunk lights up the history and the anchors that its forwards read", () 
 });
 
 test("an anchor lights up the chunks that read it", () => {
-  assert.deepEqual(sorted(highlights(index, draw().anchors[1]).chunks), [1, 2]);
+  const { chunks, anchors } = highlights(index, draw().anchors[1]);
+  assert.deepEqual([sorted(chunks), sorted(anchors)], [[1, 2], [1]]);
 });
 
 test("a task lights up what wrote its reads", () => {
@@ -169,11 +171,25 @@ test("the full timeline replaces the batches; another run's end changes nothing"
   assert.equal(applyStop(runs).render.state, "stopped");
 });
 
+test("the planner's run ends as the render's does", () => {
+  const runs = applySpans(noRuns(), spanEvent("p", RAN.slice(0, 1), { planner_only: true }));
+  const done = applyDone(runs, { run: "p", planner_only: true, sha256: null, timeline: { spans: RAN } });
+  assert.deepEqual([done.planner.state, done.planner.spans.length, done.render], ["done", 2, null]);
+});
+
+test("tasks that only change what is kept have a colour of their own", () => {
+  const tones = ["denoise", "commit", "compact"].map((kind) => toneOf({ kind, role: "renderer", stage: 1 }));
+  assert.deepEqual(tones, ["stage1", "commit", "commit"]);
+  assert.equal(toneOf({ kind: "denoise", role: "planner", stage: 1 }), "planner");
+});
+
 test("a chunk shows its own picture, and until there is one that of its anchor", () => {
   const anchor = applyPictures(noRuns(), { pictures: [{ kind: "anchor", frame: 4, image: "anchor" }] });
   assert.deepEqual(draw(anchor).chunks.map((chunk) => chunk.picture), [null, null, "anchor"]);
   const own = applyPictures(anchor, { pictures: [{ kind: "chunk", frame: 4, image: "own" }] });
   assert.equal(draw(own).chunks[2].picture, "own");
+  const middle = applyPictures(anchor, { pictures: [{ kind: "chunk", frame: 1, image: "middle" }] });
+  assert.equal(draw(middle).chunks[0].picture, "middle"); // of its frames 0 and 1
 });
 
 test("more lanes ask for more height, and each has a row", () => {
