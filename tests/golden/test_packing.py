@@ -146,6 +146,48 @@ def test_packed_forward_equals_separate_forwards(latent_frames: int, padded: int
     assert compared == len(spec.anchor_blocks()) + (0 if planner_only else spec.num_chunks)
 
 
+def places(separate: Separate, packing: Packing) -> dict[str, list[int]]:
+    """Return where each denoising task's latent frames lie in the packed sequence, by task id."""
+    spec, found = separate.spec, {}
+    for task in build_graph(spec, decode=False).tasks:
+        if task.kind is not Kind.DENOISE or task.stage > 0:
+            continue
+        if task.role is Role.PLANNER:
+            found[task.id] = [packing.num_anchors + a for a in spec.anchor_blocks()[task.index]]
+        else:
+            found[task.id] = [packing.chunk_frame(frame) for frame in spec.chunk(task.index)]
+    return found
+
+
+def test_packed_gradients_equal_those_of_separate_forwards() -> None:
+    """Gradients also flow through the keys and values that one forward hands to the next."""
+    spec, model = tiny_spec(14), tiny_model()
+    packing = pack(spec)
+    clean, noise, weight = (torch.randn(1, 16, 14, 4, 4, dtype=torch.float64) for _ in range(3))
+    embedding = torch.randn(1, CONFIG.text_len, CONFIG.text_dim, dtype=torch.float64)
+    noisy = {role: (1 - s) * clean + s * noise for role, s in SIGMA.items()}
+
+    def gradients(packed: bool) -> list[Tensor | None]:
+        text = {role: model.text_context(embedding, role) for role in Role}
+        separate = Separate(model=model, spec=spec, text=text, clean=clean, noisy=noisy)
+        where = places(separate, packing)
+        if packed:
+            out = packed_output(separate, packing)
+            outputs = {task_id: out[:, :, frames] for task_id, frames in where.items()}
+        else:
+            outputs = separate.outputs()
+        total = torch.zeros((), dtype=torch.float64)
+        for task_id in where:
+            total = total + (outputs[task_id] * weight[:, :, : outputs[task_id].shape[2]]).sum()
+        return list(torch.autograd.grad(total, list(model.parameters()), allow_unused=True))
+
+    for expected, found in zip(gradients(packed=False), gradients(packed=True), strict=True):
+        assert (expected is None) == (found is None)
+        if expected is not None:
+            # float64: the sums differ only in the order of their terms
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_unused_frames_of_a_padded_packing_are_marked() -> None:
     packing = pack(tiny_spec(7), padded_to=tiny_spec(14))
     used = [packing.frames[i] for i in torch.nonzero(packing.used).flatten().tolist()]
