@@ -71,7 +71,8 @@ def write_report(rows: Sequence[Row], path: Path, *, looks: Path | None = None) 
     folder.mkdir(parents=True, exist_ok=True)
     save_plot(rows, folder / "by_length.png")
     parts = [_introduction(rows), "## What the paper leads to expect\n\n" + _findings(rows)]
-    parts.append("## Whether quality holds with length\n\n" + _growth(rows))
+    if len(_lengths(rows)) > 1:
+        parts.append("## Whether quality holds with length\n\n" + _growth(rows))
     parts.append(f"## By length\n\n![metrics by length]({folder.name}/by_length.png)\n")
     for latents in _lengths(rows):
         parts.append(f"## {latents} latents ({_seconds(latents):.0f} s)\n\n" + _table(rows, latents))
