@@ -133,6 +133,28 @@ def test_no_window_is_nearer_than_nearest(stride: int, context: int, latent_fram
 
 @quick
 @given(specs())
+def test_anchors_that_are_read_are_of_the_same_scene(spec: RolloutSpec) -> None:
+    """Scenes by their numbers, counted cut by cut; one that has no anchor reads the last scene's before it that has."""
+    spec = spec_for(spec)
+    cuts = [span.start for span in spec.prompts if span.hard_cut]
+    positions = spec.anchor_positions()
+
+    def scene(frame: int) -> int:
+        return sum(cut <= frame for cut in cuts)
+
+    with_anchors = {scene(position) for position in positions}
+    for task in build_graph(spec, decode=False).tasks:
+        read = {scene(positions[slot.index]) for slot in task.reads if slot.space is Space.ANCHOR_KV}
+        if task.role is Role.PLANNER:
+            first = positions[spec.anchor_blocks()[task.index][0]]
+            assert read <= {scene(first)}
+        elif positions:
+            own = scene(spec.chunk(task.index).start)
+            assert read == {max(number for number in with_anchors if number <= own)}
+
+
+@quick
+@given(specs())
 def test_history_is_bounded_sorted_and_of_the_same_scene(spec: RolloutSpec) -> None:
     cuts = [span.start for span in spec.prompts if span.hard_cut]
     for chunk in range(spec.num_chunks):

@@ -296,6 +296,13 @@ def test_nothing_is_read_across_a_hard_cut() -> None:
     assert edges(graph) == typed(CUT_AT_6)
 
 
+def test_a_scene_with_fewer_anchors_reads_those() -> None:
+    """Of the anchors 0, 2, ... 10 only the last lies after the cut at 9; without it chunk 3 reads the last two."""
+    reads = edges(build_graph(small("flashforward", prompts=cut_at(9)), decode=False))
+    assert reads["renderer/denoise/c3/s0"][0] == {"latent/3/0", "anchor_kv/5/2/anchor"}
+    assert reads["renderer/denoise/c2/s0"][0] >= {"anchor_kv/3/2/anchor", "anchor_kv/4/2/anchor"}
+
+
 def test_a_scene_without_an_anchor_reads_those_of_the_scene_before() -> None:
     """Anchors are at 0, 2, 4, ...; the scenes are the latent frames 0 to 2, 3 alone, which has none, and the rest."""
     spec = small("flashforward", chunk_frames=1, prompts=cut_at(3, 4))
