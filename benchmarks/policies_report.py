@@ -103,9 +103,9 @@ def likeness(rows: Sequence[Row], out: Path) -> list[str]:
         "## Against the full cache\n",
         f"The embedded model, schedule `self_forcing`, {config['latents']} latent frames, {config['captions']} "
         "held-out captions with the same seeds; intervals are 95 %. PSNR and SSIM compare with the video that "
-        "reads the whole history; *late* is the last quarter of the frames, *gain* the paired difference from first in, "
-        "first out. *Consistency* is VBench's formula (likeness to the first frame and to the one before) on coarse grids of "
-        f"colours; the full cache has {interval(full, 4)}. {measured_on(found)}\n",
+        "reads the whole history; *late* is the last quarter of the frames, *gain* the paired difference from "
+        "first in, first out. *Consistency* is VBench's formula (likeness to the first frame and to the one before) on "
+        f"coarse grids of colours; the full cache has {interval(full, 4)}. {measured_on(found)}\n",
         table(["budget", "policy", "PSNR, dB", "late", "SSIM", "consistency", "gain in PSNR, dB", "gain late"], body),
         "![Likeness by budget](policies_likeness.png)\n",
     ]
@@ -115,7 +115,7 @@ _METRICS = {"psnr": 2, "psnr_late": 2, "ssim": 4, "consistency": 4, "psnr_gain":
 
 
 def _plot_likeness(rows: Sequence[Row], budgets: Sequence[int], path: Path) -> None:
-    figure, axes = require_matplotlib().subplots(1, 2, figsize=(10, 4), constrained_layout=True)
+    figure, axes = _figure(10, 4, columns=2)
     for axis, (metric, label) in zip(axes, {"psnr": "PSNR, dB", "consistency": "consistency"}.items(), strict=True):
         for place, (name, words) in enumerate(POLICIES.items()):
             found = [(b, row) for b in budgets for row in of(rows, metric, policy=name, budget=b)[:1]]
@@ -130,6 +130,12 @@ def _plot_likeness(rows: Sequence[Row], budgets: Sequence[int], path: Path) -> N
         axes[1].axhline(row["value"], color="black", linestyle="--", label="full cache")
     axes[1].legend(fontsize=8)
     figure.savefig(path, dpi=110)
+
+
+def _figure(width: float, height: float, *, columns: int = 1) -> tuple[Any, Any]:
+    """Return a figure and its axes, one or a row of them."""
+    figure = require_matplotlib()(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(1, columns)
 
 
 def foundations(rows: Sequence[Row], out: Path) -> list[str]:
@@ -175,7 +181,7 @@ def _frames(row: Row) -> int:
 
 
 def _plot_queries(cosines: Sequence[Row], path: Path) -> None:
-    figure, axis = require_matplotlib().subplots(figsize=(6.5, 4), constrained_layout=True)
+    figure, axis = _figure(6.5, 4)
     for when in ("before", "after"):
         found = sorted(of(cosines, "query_cosine", rotary=when), key=_frames)
         axis.plot([_frames(row) for row in found], [row["value"] for row in found], marker="o", label=f"{when} RoPE")
@@ -215,8 +221,8 @@ def speed(rows: Sequence[Row], out: Path) -> list[str]:
         "## A chunk over a cache of any length\n",
         f"{config['model']} at {config['resolution']}, {config['precision']}, attention {config['attention']}, one "
         f"chunk of {config['chunk_frames']} latent frames: {config['stages']} stages and a commit. One transformer "
-        "block is measured and multiplied by their number (a dense cache of 3,000 frames would not fit otherwise); its other "
-        f"layers run eagerly. Densities: {config['densities']}. TempCache holds 18 latent frames' worth at most. "
+        "block is measured and multiplied by their number (a dense cache of 3,000 frames would not fit otherwise); its "
+        f"other layers run eagerly. Densities: {config['densities']}. TempCache holds 18 latent frames' worth at most. "
         "Keys are sorted by bucket once per chunk, the chunk's own among them. Memory is the caches of all blocks with "
         f"one block at work. {measured_on(found)}\n",
         table(["video frames cached", "attention", "ms per chunk", "speed-up", "GiB"], body),
@@ -234,7 +240,7 @@ def _peak_of(rows: Sequence[Row], row: Row) -> float:
 
 
 def _plot_speed(found: Sequence[Row], path: Path) -> None:
-    figure, axis = require_matplotlib().subplots(figsize=(6.5, 4), constrained_layout=True)
+    figure, axis = _figure(6.5, 4)
     for name, words in SETTINGS.items():
         line = sorted(
             (row["config"]["video_frames"], row["value"])
