@@ -14,6 +14,7 @@ const PLAN = "FlashForwardPlan";
 const WIDGET = "flashforward_timeline";
 const DECODE = "FlashForwardDecodeVideo";
 const DEBOUNCE_MS = 120;
+const WIDTH = 340; // of a new Plan: the timeline's lines fit; a saved one has its own
 const VIDEO_LOADS_MS = [300, 1000, 3000]; // when a finished video may have been put on its node
 const MENU = ["png", "json", "trace"];
 const timelines = new Map(); // Plan node -> its Timeline
@@ -167,6 +168,7 @@ function saveInputsOnly(node) {
 function attach(node) {
   const timeline = new Timeline(node);
   timelines.set(node, timeline);
+  if (node.size[0] < WIDTH) node.setSize([WIDTH, node.size[1]]);
   const soon = () => queueMicrotask(() => timeline.check());
   for (const widget of node.widgets ?? []) if (widget !== timeline.widget) chain(widget, "callback", soon);
   chain(node, "onConfigure", soon);
