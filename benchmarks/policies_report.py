@@ -128,7 +128,7 @@ def _plot_likeness(rows: Sequence[Row], budgets: Sequence[int], path: Path) -> N
         axis.grid(alpha=0.3)
     for row in of(rows, "consistency", policy="full")[:1]:
         axes[1].axhline(row["value"], color="black", linestyle="--", label="full cache")
-    axes[1].legend(fontsize=8)
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     figure.savefig(path, dpi=110)
 
 
