@@ -231,13 +231,13 @@ def main() -> int:
             for trial in trials(bench, count=args.trials, seed=args.seed):
                 rows.append(trial)
                 print(trial, file=sys.stderr, flush=True)
+                if args.json:  # after each: a run that is stopped loses nothing
+                    args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         finally:
             dismiss()
             ray.shutdown()
             bench.cluster.shutdown()
     print(f"{platform.machine()}, {psutil.cpu_count()} cores, {time.strftime('%Y-%m-%d')}\n\n{table(rows)}")
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     return 0 if all(row.passed for row in rows) else 1
 
 

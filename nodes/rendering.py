@@ -7,6 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 from torch import Tensor
 
+from flashforward_core.engine.ray_lanes import LaneLost
 from flashforward_core.engine.rollout import Anchors, render
 from flashforward_core.model.roles import Backbone
 
@@ -14,6 +15,7 @@ from .bridge import from_latent, to_latent
 from .events import RolloutMonitor, check_cancel, show_text
 from .previews import look_of
 from .prompts import with_prompts
+from .rescue import FinishedChunks
 from .residency import make_resident
 from .sockets import (
     CATEGORY,
@@ -93,17 +95,22 @@ class Render(io.ComfyNode):
             given_anchors=anchors is not None,
         )
         make_resident(backbone, plan)
-        result = render(
-            backbone,
-            spec,
-            texts,
-            anchors=anchors,
-            start=None if start_samples is None else from_latent(start_samples, backbone).cpu(),
-            devices=plan.devices,
-            reuse_bytes=int(reuse_gib * 2**30),
-            on_event=monitor,
-            check_cancel=check_cancel,
-        )
+        finished = FinishedChunks(monitor)
+        try:
+            result = render(
+                backbone,
+                spec,
+                texts,
+                anchors=anchors,
+                start=None if start_samples is None else from_latent(start_samples, backbone).cpu(),
+                devices=plan.devices,
+                reuse_bytes=int(reuse_gib * 2**30),
+                on_event=finished if plan.devices.ray_address else monitor,  # nothing else can lose a lane
+                check_cancel=check_cancel,
+            )
+        except LaneLost as error:
+            saved = finished.save(backbone, fps=spec.shape.fps, node_id=cls.hidden.unique_id)
+            raise LaneLost(f"{error}; {saved}") from error
         reused = result.reused
         monitor.finish(timeline=result.timeline, sha256=result.sha256, reused=reused)
         text = f"latents sha256 {result.sha256}"

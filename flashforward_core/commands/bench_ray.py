@@ -156,11 +156,15 @@ def _file(bench: Bench, runs: dict[str, list[_Run]], *, devices: str, lanes: int
         bench.book.add("rollout_s", statistics.median(seconds), "s", **config, **found)
         gap_s = statistics.median(gap for one in several for gap in gaps(one.spans))
         bench.book.add("task_gap_ms", gap_s * 1000, "ms", **config, lanes=way)
+        processor_s = statistics.median(one.processor_s for one in several)
+        bench.book.add("processor_s", processor_s, "s", **config, lanes=way)
         around_s = statistics.median(one.seconds - _makespan(one.spans) for one in several)
         bench.book.add("around_s", around_s, "s", **config, lanes=way)
     both = list(zip(runs[HERE], runs[RAY], strict=True))
     ratios = [ray.seconds / here.seconds for here, ray in both]
     bench.book.add("ray_ratio", statistics.median(ratios), "ratio", **config, all=[round(one, 4) for one in ratios])
+    ratios = [ray.processor_s / here.processor_s for here, ray in both]
+    bench.book.add("ray_processor_ratio", statistics.median(ratios), "ratio", **config)
     added = [(ray.seconds - here.seconds) * lanes / tasks for here, ray in both]
     bench.book.add("ray_difference", difference, "ratio", **config)
     bench.book.add("ray_task_overhead_ms", statistics.median(added) * 1000, "ms", **config)

@@ -64,18 +64,16 @@ def connect(address: str) -> Any:
         import ray
     except ImportError as error:
         raise ValueError(f"ray_address={address!r} needs Ray; install it: pip install 'ray>=2.49,<3'") from error
+    check_address(address)
     if ray.is_initialized() and not answers(ray.get_runtime_context().gcs_address):
         ray.shutdown()
-    if ray.is_initialized():
-        known = ray.get_runtime_context().gcs_address
-        if address != "auto" and not _same_place(address, known):
-            raise ValueError(
-                f"ray_address={address!r}, but this process is connected to {known}; use that, or start anew"
-            )
+    known = ray.get_runtime_context().gcs_address if ray.is_initialized() else ""
+    if known and (address == "auto" or _same_place(address, known)):
         return ray
-    check_address(address)
     if address != "auto" and not answers(address):
         raise ValueError(f"ray_address={address!r} does not answer; run `ray start --head` there, or use auto")
+    if known:
+        raise ValueError(f"ray_address={address!r}, but this process is connected to {known}; use that, or start anew")
     with _own_handlers():
         try:
             ray.init(

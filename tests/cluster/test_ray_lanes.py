@@ -1,5 +1,6 @@
 """Renders on a Ray cluster of two nodes, both on this machine: one machine's bytes, and an end to everything."""
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from flashforward_core.cli import main
 from flashforward_core.engine import ray_lanes, ray_run
 from flashforward_core.engine.events import ChunkReady, Event, TaskFinished
 from flashforward_core.engine.executor import TaskFailed, run_sequential
@@ -23,6 +25,7 @@ from flashforward_core.engine.placement import lanes_for, place
 from flashforward_core.engine.ray_lanes import HeadLost, LaneLost
 from flashforward_core.engine.rollout import plan_anchors, render
 from flashforward_core.graph.schedules import SCHEDULES, build_graph, spec_for
+from flashforward_core.media import probe
 from flashforward_core.model.roles import Backbone
 
 ray = pytest.importorskip("ray")
@@ -151,6 +154,25 @@ def test_a_dead_or_frozen_lane_ends_the_render_with_its_name(rig: Any, site: Sit
     whole = render(site.backbone, spec, rig.texts(), devices=DevicePlan(devices=("cpu",))).latents_BCFHW
     assert all(whole[:, :, list(chunk.frames)].equal(chunk.latents) for chunk in chunks)
     assert not wait_until(lambda: not site.lane_processes()), "no process is left"
+
+
+def test_a_file_of_prompts_gives_one_machines_videos_and_goes_on(site: Site, tmp_path: Path) -> None:
+    """``render --prompts`` with ``--ray``; what is there already needs no cluster's work again."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red balloon drifts right over green hills at dusk\na white bird circles over hills at noon\n")
+
+    def rendered(folder: str, *options: str) -> list[dict[str, Any]]:
+        command = ["render", "--prompts", str(prompts), "--out", str(tmp_path / folder), "--latent-frames", "4"]
+        assert main([*command, "--devices", f"cpu*{LANES}", "--quiet", *options]) == 0
+        return [json.loads(line) for line in (tmp_path / folder / "results.jsonl").read_text().splitlines()]
+
+    there = rendered("there", "--ray", site.cluster.address)
+    assert len(site.lane_processes()) == LANES
+    here = rendered("here")
+    assert [line["status"] for line in there] == ["done", "done"]
+    assert {line["path"]: line["sha256"] for line in there} == {line["path"]: line["sha256"] for line in here}
+    assert {probe(tmp_path / "there" / line["path"]).frames for line in there} == {13}
+    assert rendered("there", "--ray", site.cluster.address) == there
 
 
 def test_a_dead_head_ends_the_render_and_not_this_process(rig: Any, site: Site, monkeypatch: Any) -> None:
