@@ -8,7 +8,7 @@ import argparse
 import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from flashforward_core.model.loading import load_embedded
 from flashforward_core.model.roles import attach_roles, role_parameters
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer
-from flashforward_core.scenes import FPS, HEIGHT, HELD_OUT, WIDTH, sample_scene
+from flashforward_core.scenes import FPS, HELD_OUT, sample_scene
 from flashforward_core.train import base as base_step
 from flashforward_core.train import distill as distill_step
 from flashforward_core.train import sft as sft_step
@@ -45,6 +45,7 @@ from flashforward_core.train.vae_train import (
     save_vae,
     train_vae,
 )
+from flashforward_core.train.wan import CachedPrompts, cached_prompts, export_wan, load_transformer
 
 __all__ = ["add_arguments", "run"]
 
@@ -124,7 +125,7 @@ def _pool(args: argparse.Namespace, text: ByteT5Encoder, accelerator: Accelerato
     """Encode this process's scenes, or read them back: the file's name says of which weights and which scenes."""
     folder = _vae_folder(args)
     weights = fingerprint(sorted(folder.glob("*.safetensors")))[:16]
-    if args.data is not None:
+    if args.data is not None:  # always so for Wan
         return _folder_pool(args, text, accelerator, weights=weights)
     share = f"{accelerator.process_index}of{accelerator.num_processes}"
     path = args.out / "latents" / f"{weights}-{args.scenes}-{share}.safetensors"
@@ -144,7 +145,7 @@ def _folder_pool(
     latents, captions = encode_folder(
         args.data,
         load_vae(_vae_folder(args), accelerator.device),
-        form=ClipForm(width=WIDTH, height=HEIGHT, frames=CLIP_FRAMES, fps=FPS),
+        form=ClipForm(width=args.size[0], height=args.size[1], frames=4 * args.clip_latents - 3, fps=FPS),
         cache=args.out / "latents",
         weights=weights,
         share=(accelerator.process_index, accelerator.num_processes),
@@ -204,7 +205,7 @@ SFT_STEPS = (
 
 
 def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
-    model, text = _base_model(args.init or args.out / "base.pt")
+    model, text = _base_model(args.init or args.out / "base.pt", args, accelerator)
     if args.rank > 0:
         attach_roles(model, rank=args.rank, alpha=args.alpha or args.rank, targets=args.targets)
     if is_exported(args.init) or not args.role_embedding:
@@ -216,7 +217,7 @@ def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
         model,
         text,
         _pool(args, text, accelerator),
-        sft_step.layouts_for(steps, width=WIDTH, height=HEIGHT, device=accelerator.device),
+        sft_step.layouts_for(steps, width=args.size[0], height=args.size[1], device=accelerator.device),
         _config(args, "sft"),
         accelerator=accelerator,
         compiled=args.compile,
@@ -226,24 +227,26 @@ def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
     if accelerator.is_main_process:
         roles = tuple(Role) if args.rank > 0 else ()
         base_step.save_base(model, text, args.out / "sft.pt")
-        export_model(model, text, vae=_vae_folder(args), folder=args.out / "assets", roles=roles)
+        _export(model, text, args, folder=args.out / "assets", roles=roles)
 
 
 STUDENT_LR_SCALE = 0.5  # the critic has to follow the student, so it learns faster
 
 
 def _distill(args: argparse.Namespace, accelerator: Accelerator) -> None:
-    model, text = _student(args.init or args.out / "sft.pt", args)
+    model, text = _student(args.init or args.out / "sft.pt", args, accelerator)
     _choose_trained(model, text, args)
-    (critic, _), (base, base_text) = (_base_model(args.teacher or args.out / "base.pt") for _ in range(2))
-    spec = sft_step.spec_for_latents(args.latents, width=WIDTH, height=HEIGHT)
+    (critic, _), (base, base_text) = (
+        _base_model(args.teacher or args.out / "base.pt", args, accelerator) for _ in range(2)
+    )
+    spec = sft_step.spec_for_latents(args.latents, width=args.size[0], height=args.size[1])
     if args.forward_kl > 0:
         pool = _pool(args, text, accelerator)
     else:  # the student makes its clips itself
         pool = LatentPool.of_captions(text, _captions(args, accelerator), device=accelerator.device)
 
     def export(student: CausalWanTransformer, step: int) -> None:
-        export_model(student, text, vae=_vae_folder(args), folder=args.out / "distilled", roles=tuple(Role))
+        _export(student, text, args, folder=args.out / "distilled", roles=tuple(Role))
         log.info("step %d: exported to %s", step, args.out / "distilled")
 
     distill_step.train_distill(
@@ -259,7 +262,7 @@ def _distill(args: argparse.Namespace, accelerator: Accelerator) -> None:
         distill=distill_step.DistillConfig(
             guidance=args.guidance,
             forward_kl=args.forward_kl,
-            anchor_weight=1.0,
+            anchor_weight=1.0 if args.wan is None else 0.0,  # the embedded base knows sparse clips
             checkpoint_blocks=args.checkpoint_blocks,
         ),
         compiled=args.compile,
@@ -271,9 +274,7 @@ def _captions(args: argparse.Namespace, accelerator: Accelerator) -> list[str]:
     """Return this process's captions."""
     if args.data is None:
         return [sample_scene(seed).caption for seed in _seeds(args.scenes, accelerator)]
-    return [video.caption for video in captioned_videos(args.data)][
-        accelerator.process_index :: accelerator.num_processes
-    ]
+    return [video.caption for video in captioned_videos(args.data)]
 
 
 def _choose_trained(model: CausalWanTransformer, text: torch.nn.Module, args: argparse.Namespace) -> None:
@@ -286,19 +287,28 @@ def _choose_trained(model: CausalWanTransformer, text: torch.nn.Module, args: ar
     model.role_embedding.requires_grad_(args.role_embedding)
 
 
-def _student(source: Path, args: argparse.Namespace) -> tuple[CausalWanTransformer, ByteT5Encoder]:
+def _student(
+    source: Path, args: argparse.Namespace, accelerator: Accelerator
+) -> tuple[CausalWanTransformer, ByteT5Encoder]:
     """Return a model with its roles attached and its text encoder, from an ``sft.pt`` or an exported folder."""
-    if source.is_dir():
+    if args.wan is None and source.is_dir():
         exported = load_embedded(source, merged=False)
         return exported.models[Role.RENDERER].requires_grad_(True).train(), exported.text_encoder
-    model, text = _models()
+    model, text = _models() if args.wan is None else _wan_model(args.wan, args, accelerator)
     attach_roles(model, rank=args.rank, alpha=args.alpha or args.rank, targets=args.targets)
     base_step.load_base(model, text, source)
     return model, text
 
 
-def _base_model(source: Path) -> tuple[CausalWanTransformer, ByteT5Encoder]:
-    """Return a bidirectional model and its text encoder, from a ``base.pt`` or an exported folder without its roles."""
+def _base_model(
+    source: Path, args: argparse.Namespace, accelerator: Accelerator
+) -> tuple[CausalWanTransformer, ByteT5Encoder]:
+    """Return a bidirectional model and its text encoder, from a ``base.pt`` or an exported folder without its roles.
+
+    For Wan ``source`` is another folder in diffusers' layout, or what is not there, which means ``args.wan``.
+    """
+    if args.wan is not None:
+        return _wan_model(source if source.is_dir() else args.wan, args, accelerator)
     model, text = _models()
     if source.is_dir():
         _start_from(source, model, text)
@@ -307,8 +317,34 @@ def _base_model(source: Path) -> tuple[CausalWanTransformer, ByteT5Encoder]:
     return model, text
 
 
+def _wan_model(
+    folder: Path, args: argparse.Namespace, accelerator: Accelerator
+) -> tuple[CausalWanTransformer, CachedPrompts]:
+    model = load_transformer(folder, frozen=args.frozen)
+    text = cached_prompts(
+        args.wan,
+        _captions(args, accelerator),
+        text_len=model.config.text_len,
+        cache=args.out / "latents",
+        device=accelerator.device,
+    )
+    return model, text
+
+
+def _export(
+    model: CausalWanTransformer, text: torch.nn.Module, args: argparse.Namespace, *, folder: Path, roles: Sequence[Role]
+) -> None:
+    if args.wan is None:
+        export_model(model, text, vae=_vae_folder(args), folder=folder, roles=roles)
+    else:
+        export_wan(model, folder, roles=roles, frozen=args.frozen)
+
+
 def _vae_folder(args: argparse.Namespace) -> Path:
     """Return the autoencoder of this run, or that of the exported folder that it starts from."""
+    if args.wan is not None:
+        found: Path = args.wan / "vae"
+        return found
     own: Path = args.out / "vae"
     return own if own.exists() or not is_exported(args.init) else args.init / "vae"
 

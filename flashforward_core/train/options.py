@@ -11,6 +11,7 @@ import yaml
 from flashforward_core.model.config import MODELS
 from flashforward_core.model.roles import TARGETS
 from flashforward_core.train.folder import captioned_videos
+from flashforward_core.train.wan import check_folder
 
 HELP: Mapping[str, str] = {
     "vae": "the autoencoder",
@@ -35,6 +36,10 @@ DEFAULTS: Mapping[str, Any] = {
 """What neither the command line nor the preset says."""
 SETTABLE = ("steps", "clips", "lr", *DEFAULTS)
 """What a preset may set for a step."""
+
+
+SIZES = {"embedded": (192, 128), "1.3B": (832, 480), "14B": (832, 480)}
+"""Width and height of the clips, by model."""
 
 
 def preset_names() -> list[str]:
@@ -71,6 +76,7 @@ def complete(args: argparse.Namespace) -> None:
     """Fill in what the command line left out, from the preset and the defaults, in place."""
     preset = read_preset(args.preset)
     args.model = preset["model"]
+    args.size = SIZES[args.model]
     if args.step not in preset:
         raise ValueError(f"preset={args.preset!r} has no step {args.step}; start from published weights instead")
     values = {**DEFAULTS, **preset[args.step]}
@@ -100,6 +106,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", type=Path, metavar="FOLDER", help="base, sft, distill: videos with captions, in place of drawn scenes"
     )
+    parser.add_argument(
+        "--wan",
+        type=Path,
+        metavar="FOLDER",
+        help="for the wan presets: Wan 2.1 in diffusers' layout (weights, encoders)",
+    )
+    parser.add_argument("--clip-latents", type=int, default=81, help="latent frames of the clips in --data (81)")
     parser.add_argument("--scenes", type=int, default=4096, help="procedural scenes to train on")
     parser.add_argument("--held-out", type=int, default=512, help="scenes that the autoencoder is measured on")
     parser.add_argument("--decoder-only", action="store_true", help="vae: keep --init's encoder; even the frames out")
@@ -146,10 +159,16 @@ def check(args: argparse.Namespace) -> None:
                 f"data={args.data} is for base, sft and distill; the autoencoder is trained on drawn scenes"
             )
         captioned_videos(args.data)
+    _check_wan(args)
     if args.scenes < 1:
         raise ValueError(f"scenes={args.scenes} is below 1; use scenes=4096")
-    if not 21 <= args.latents <= 81:
-        raise ValueError(f"latents={args.latents} is outside 21 to 81, the lengths of clips; use latents=81")
+    if not args.clip_latents >= 21:
+        raise ValueError(f"clip_latents={args.clip_latents} is below 21; use clip_latents=81")
+    if args.step == "base" and args.data is not None and args.clip_latents < 81:
+        raise ValueError(f"clip_latents={args.clip_latents} is too short for base's sparse clips; use clip_latents=81")
+    longest = args.clip_latents if args.data is not None else 81
+    if not 21 <= args.latents <= longest:
+        raise ValueError(f"latents={args.latents} is outside 21 to {longest}, the clips' length; use latents={longest}")
     if not 0 <= args.rebase <= 1:
         raise ValueError(f"rebase={args.rebase} is outside 0 to 1; use rebase=0.5")
     if args.rank < 0:
@@ -160,17 +179,32 @@ def check(args: argparse.Namespace) -> None:
         path = getattr(args, name)
         if path is not None and not path.exists():
             raise ValueError(f"{name}={path} is missing; name existing weights or leave it out")
-    vae = {} if is_exported(args.init) else {"vae/config.json": "vae"}
-    teacher = {"base.pt": "base"} if args.teacher is None else {}
+    vae = {} if is_exported(args.init) or args.wan is not None else {"vae/config.json": "vae"}
+    teacher = {"base.pt": "base"} if args.teacher is None and args.wan is None else {}
     needed = {
         "vae": {},
         "base": vae,
-        "sft": vae | ({"base.pt": "base"} if args.init is None else {}),
+        "sft": vae | ({"base.pt": "base"} if args.init is None and args.wan is None else {}),
         "distill": vae | teacher | ({"sft.pt": "sft"} if args.init is None else {}),
     }
     for name, step in needed[args.step].items():
         if not (args.out / name).is_file():
             raise ValueError(f"{args.out / name} is missing; run first: train {step} --out {args.out}")
+
+
+def _check_wan(args: argparse.Namespace) -> None:
+    """Refuse Wan's presets without its weights or clips, and its weights without its presets."""
+    if args.model == "embedded":
+        if args.wan is not None:
+            raise ValueError("wan= goes with a preset for Wan; use preset=wan_1_3b")
+        return
+    if args.wan is None or args.data is None:
+        raise ValueError(
+            f"preset={args.preset} needs wan= (Wan 2.1 in diffusers' layout) and data= (videos); name both"
+        )
+    check_folder(args.wan)
+    if args.frozen and args.rank < 1:
+        raise ValueError("frozen with rank=0 leaves nothing to train; use rank=128")
 
 
 def is_exported(source: Path | None) -> bool:

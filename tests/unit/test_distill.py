@@ -280,8 +280,9 @@ def test_the_step_is_part_of_the_training_command(tmp_path: Path, capsys: pytest
 
 def test_the_shipped_weights_are_a_student_and_a_teacher() -> None:
     """The student plays its roles as the loaded backbone does; the teacher is the same transformer without them."""
-    student, text = _student(ASSETS, argparse.Namespace())
-    base, _ = _base_model(ASSETS)
+    options, accelerator = argparse.Namespace(wan=None), Accelerator(cpu=True)
+    student, text = _student(ASSETS, options, accelerator)
+    base, _ = _base_model(ASSETS, options, accelerator)
     assert all(parameter.requires_grad for parameter in student.parameters())
     backbone = load_embedded()
     x, frames, times = torch.randn(1, 16, 2, 4, 4), torch.arange(2), torch.full((1, 2), 800.0)
