@@ -130,6 +130,11 @@ KV_POLICIES.add("future_forcing")(FutureForcingOptions)
 KV_POLICIES.add("temp_cache")(TempCacheOptions)
 
 
+def name_of(policy: KVPolicy) -> str:
+    """Return the name under which a policy's kind is registered; a kind that is not has its class's."""
+    return next((name for name in KV_POLICIES if KV_POLICIES[name] is type(policy)), type(policy).__name__)
+
+
 def policy_named(name: str, *, budget_frames: int | None = None) -> KVPolicy:
     """Return a policy with its defaults, but for the budget if one is given; ``ValueError`` if it has none."""
     kind = KV_POLICIES[name]

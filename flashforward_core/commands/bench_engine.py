@@ -90,6 +90,7 @@ class Bench:
     models: Models
     book: RowBook
     decode_frame_s: float = 0.0
+    compact_frame_s: dict[str, float] = field(default_factory=dict)
     _warm: set[tuple[tuple[str, ...], bool]] = field(default_factory=set)
     _singles: dict[tuple[str, int], Timed] = field(default_factory=dict)
 

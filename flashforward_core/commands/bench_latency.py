@@ -6,6 +6,7 @@ lanes' own marks (events on CUDA), so nothing that a user pays for is left out.
 
 import argparse
 import logging
+import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from ..engine.placement import DECODES, LAYOUTS, ORDERS, Placement, lanes_for, p
 from ..engine.simulate import simulate
 from ..graph.schedules import SCHEDULES, build_graph
 from ..graph.task import TaskGraph
+from ..kv_policy import KV_POLICIES, KeepOptions
 from ..model.attention import ATTENTION
 from ..model.config import MODELS
 from ..registry import Registry
@@ -86,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 FIT = "fit"
+COMPACTED_LATENTS = 24
 ONCE = ("decode_fps", "forward_error")
 """Metrics that attention has no part in, or that measure every kernel themselves."""
 
@@ -109,7 +112,8 @@ def _fit(bench: Bench) -> None:
     earlier = load_cost(path, key=key)
     cost = earlier if earlier is not None and not bench.has_forwards else bench.cost
     decode_frame_s = bench.decode_frame_s or (0.0 if earlier is None else earlier.decode_frame_s)
-    save_cost(path, key=key, cost=replace(cost, decode_frame_s=decode_frame_s))
+    compact_frame_s = {**({} if earlier is None else earlier.compact_frame_s), **bench.compact_frame_s}
+    save_cost(path, key=key, cost=replace(cost, decode_frame_s=decode_frame_s, compact_frame_s=compact_frame_s))
     print(f"costs of {key.device} kept in {path}")
 
 
@@ -227,6 +231,21 @@ def _lane_scaling(bench: Bench) -> None:
         plan = bench.plan(devices, layout="interleaved")
         rate = steady_rate(bench.timed(spec, plan).result.timeline.spans)
         bench.book.add("lane_scaling", rate / alone, "ratio", devices=lanes, device_list=devices, forwards_per_s=rate)
+
+
+@METRICS.add("compact_ms")
+def _compact_ms(bench: Bench) -> None:
+    """KV policies' compactions, median per latent frame added; 24 latent frames fill the largest default budget."""
+    for name, kind in KV_POLICIES.items():
+        policy = kind()
+        if isinstance(policy, KeepOptions):
+            continue
+        spec = replace(bench.spec("self_forcing", COMPACTED_LATENTS), kv_policy=policy)
+        timed = bench.timed(spec, bench.plan(str(bench.device), layout="single"))
+        spans = [span for span in timed.result.timeline.spans if span.task.startswith("compact/")]
+        seconds = statistics.median(span.end_s - span.start_s for span in spans[len(spans) // 2 :]) / spec.chunk_frames
+        bench.compact_frame_s[name] = seconds
+        bench.book.add("compact_ms", 1000 * seconds, "ms", policy=name, budget=policy.budget_frames)
 
 
 @METRICS.add("decode_fps")

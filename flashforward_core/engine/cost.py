@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -10,7 +10,7 @@ from typing import Any
 
 from ..graph.passes import KV_SPACES, TaskCost
 from ..graph.task import ForwardTask, Kind, Role, Slot, Space
-from ..kv_policy import KeepOptions
+from ..kv_policy import KeepOptions, name_of
 from ..specs import RolloutSpec
 
 
@@ -55,10 +55,12 @@ class CostModel:
     """Seconds per key token that a forward attends to."""
     decode_frame_s: float = 0.0
     """Seconds to decode one latent frame."""
+    compact_frame_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that a KV policy takes to add one latent frame to what it keeps, by the policy's name."""
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "key_s", "decode_frame_s"):
-            value = getattr(self, name)
+        given = {name: getattr(self, name) for name in ("forward_s", "key_s", "decode_frame_s")}
+        for name, value in {**given, **self.compact_frame_s}.items():
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{name}={value} is not a duration of 0 or more; measure the forwards again")
 
@@ -79,11 +81,14 @@ class CostModel:
 
     def of(self, spec: RolloutSpec) -> TaskCost:
         """Return the seconds of each task of a rollout of ``spec``."""
+        compact = self.compact_frame_s.get(name_of(spec.kv_policy), 0.0)
 
         def seconds(task: ForwardTask) -> float:
             if task.kind is Kind.DECODE:
                 return self.decode_frame_s * len(spec.chunk(task.index))
-            return self.forward_s + self.key_s * num_keys(task, spec) if task.is_forward else 0.0
+            if task.kind is Kind.COMPACT:
+                return compact * len(spec.chunk(task.index))
+            return self.forward_s + self.key_s * num_keys(task, spec)
 
         return seconds
 

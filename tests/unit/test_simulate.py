@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from flashforward_core.engine.placement import LAYOUTS, Placement, lanes_for, pl
 from flashforward_core.engine.simulate import simulate
 from flashforward_core.graph.schedules import SCHEDULES, build_graph, planner_graph, spec_for
 from flashforward_core.graph.task import ForwardTask, Kind, Slot, TaskGraph
+from flashforward_core.kv_policy import WindowOptions
 from flashforward_core.model.config import WAN_1_3B
 from flashforward_core.specs import AnchorPlan, History, RolloutSpec, VideoShape
 
@@ -195,6 +197,18 @@ def test_costs_follow_the_keys() -> None:
     assert timeline.rounds == graph.counts()["total"]
 
 
+def test_compactions_take_the_time_of_their_policy() -> None:
+    """Seven chunks publish, of three latent frames each; another policy's time does not count."""
+    cost = CostModel(forward_s=0.02, compact_frame_s={"window": 0.001, "temp_cache": 0.5})
+    spec = replace(rollout(24), schedule="self_forcing", anchors=None)
+    policy = replace(spec, kv_policy=WindowOptions())
+    for one, expected in ((spec, 0), (policy, 7 * 3 * 0.001)):
+        graph, seconds = build_graph(one), cost.of(one)
+        placement = place(graph, lanes=lanes_for([""]), cost=seconds)
+        predicted = simulate(graph, placement=placement, seconds=seconds).predicted_s
+        assert predicted == pytest.approx(0.02 * graph.counts()["total"] + expected)
+
+
 def test_a_line_is_fitted_exactly() -> None:
     cost = CostModel.fit({9360: 0.05, 18720: 0.07, 32760: 0.1})  # 0.03 s and 0.02 s per 9360 keys
     assert (cost.forward_s, cost.key_s) == pytest.approx((0.03, 0.02 / 9360), rel=1e-9)  # rounding in fp64
@@ -221,8 +235,12 @@ def test_fits_are_kept_by_what_they_were_measured_on(tmp_path: Path) -> None:
     assert load_cost(path, key=key) is None
     save_cost(path, key=key, cost=CostModel(forward_s=1.0))
     save_cost(path, key=other, cost=CostModel(forward_s=2.0))
-    save_cost(path, key=key, cost=CostModel(forward_s=3.0, key_s=0.5, decode_frame_s=0.25))
-    assert load_cost(path, key=key) == CostModel(forward_s=3.0, key_s=0.5, decode_frame_s=0.25)
+    save_cost(
+        path, key=key, cost=CostModel(forward_s=3.0, key_s=0.5, decode_frame_s=0.25, compact_frame_s={"window": 0.1})
+    )
+    assert load_cost(path, key=key) == CostModel(
+        forward_s=3.0, key_s=0.5, decode_frame_s=0.25, compact_frame_s={"window": 0.1}
+    )
     assert set(fitted_devices(path, model="1.3B", resolution="480p", precision="bf16")) == {"H200", "B200"}
     assert fitted_devices(path, model="14B", resolution="480p", precision="bf16") == ()
 
