@@ -9,7 +9,7 @@ from ..engine.memory import KV_CHOICES, OFFLOAD_CHOICES, MemoryOptions
 from ..engine.placement import LAYOUTS, ORDERS
 from ..graph.anchors import RULES
 from ..graph.schedules import SCHEDULES, spec_for
-from ..kv_policy import KV_POLICIES, policy_named
+from ..kv_policy import KV_POLICIES, SparseOptions, policy_named
 from ..specs import AnchorPlan, History, RolloutSpec, VideoShape
 
 LONGEST_NAME = 230  # bytes: file systems take 255, and the partial file's name is longer than the video's
@@ -98,6 +98,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sink", type=int, default=0, metavar="N", help="latent frames pinned to the start (0)")
     parser.add_argument("--kv-policy", default="keep", help=f"one of: {', '.join(KV_POLICIES)} (keep)")
     parser.add_argument("--kv-budget", type=int, metavar="N", help="latent frames' worth that the policy keeps")
+    parser.add_argument(
+        "--sparse", action="store_true", help="let later stages see only the tokens that are like theirs (AnnSA, AnnCA)"
+    )
 
 
 def spec_of(args: argparse.Namespace, *, size: tuple[int, int]) -> RolloutSpec:
@@ -116,6 +119,7 @@ def spec_of(args: argparse.Namespace, *, size: tuple[int, int]) -> RolloutSpec:
         history=History(chunks=args.history, planner_blocks=args.planner_history, sink=args.sink),
         seed=args.seed,
         kv_policy=policy_named(args.kv_policy, budget_frames=args.kv_budget),
+        sparse=SparseOptions() if args.sparse else None,
     )
     return spec_for(spec)
 
