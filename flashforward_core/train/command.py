@@ -31,7 +31,9 @@ from flashforward_core.train.export import export_model
 from flashforward_core.train.folder import ClipForm, captioned_videos, encode_folder
 from flashforward_core.train.loop import LoopConfig
 from flashforward_core.train.options import PARTIAL, add_arguments, check, complete, is_exported
+from flashforward_core.train.progress import log_video
 from flashforward_core.train.rollout import layout_for
+from flashforward_core.train.samples import sample_video
 from flashforward_core.train.vae_train import (
     ClipPool,
     VaeLoss,
@@ -213,6 +215,11 @@ def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
     _choose_trained(model, text, args)
     longest = args.latents
     steps = [(times * args.clips, latents * longest // 81, planner) for times, latents, planner in SFT_STEPS]
+    roles = tuple(Role) if args.rank > 0 else ()
+
+    def export(student: CausalWanTransformer, encoder: torch.nn.Module, step: int) -> None:
+        _export(student, encoder, args, folder=args.out / "assets", roles=roles, step=step)
+
     model, text = sft_step.train_sft(
         model,
         text,
@@ -223,11 +230,10 @@ def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
         compiled=args.compile,
         checkpoint_blocks=args.checkpoint_blocks,
         rebase=args.rebase,
+        snapshot=export,
     )
     if accelerator.is_main_process:
-        roles = tuple(Role) if args.rank > 0 else ()
         base_step.save_base(model, text, args.out / "sft.pt")
-        _export(model, text, args, folder=args.out / "assets", roles=roles)
 
 
 STUDENT_LR_SCALE = 0.5  # the critic has to follow the student, so it learns faster
@@ -243,11 +249,12 @@ def _distill(args: argparse.Namespace, accelerator: Accelerator) -> None:
     if args.forward_kl > 0:
         pool = _pool(args, text, accelerator)
     else:  # the student makes its clips itself
-        pool = LatentPool.of_captions(text, _captions(args, accelerator), device=accelerator.device)
+        pool = LatentPool.of_captions(
+            text, _captions(args, (accelerator.process_index, accelerator.num_processes)), device=accelerator.device
+        )
 
     def export(student: CausalWanTransformer, step: int) -> None:
-        _export(student, text, args, folder=args.out / "distilled", roles=tuple(Role))
-        log.info("step %d: exported to %s", step, args.out / "distilled")
+        _export(student, text, args, folder=args.out / "distilled", roles=tuple(Role), step=step)
 
     distill_step.train_distill(
         model,
@@ -270,10 +277,10 @@ def _distill(args: argparse.Namespace, accelerator: Accelerator) -> None:
     )
 
 
-def _captions(args: argparse.Namespace, accelerator: Accelerator) -> list[str]:
-    """Return this process's captions."""
+def _captions(args: argparse.Namespace, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """Return the captions to train on; of drawn scenes, those of a process's share (number, processes)."""
     if args.data is None:
-        return [sample_scene(seed).caption for seed in _seeds(args.scenes, accelerator)]
+        return [sample_scene(seed).caption for seed in range(share[0], args.scenes, share[1])]
     return [video.caption for video in captioned_videos(args.data)]
 
 
@@ -323,7 +330,7 @@ def _wan_model(
     model = load_transformer(folder, frozen=args.frozen)
     text = cached_prompts(
         args.wan,
-        _captions(args, accelerator),
+        _captions(args, (accelerator.process_index, accelerator.num_processes)),
         text_len=model.config.text_len,
         cache=args.out / "latents",
         device=accelerator.device,
@@ -332,12 +339,24 @@ def _wan_model(
 
 
 def _export(
-    model: CausalWanTransformer, text: torch.nn.Module, args: argparse.Namespace, *, folder: Path, roles: Sequence[Role]
+    model: CausalWanTransformer,
+    text: torch.nn.Module,
+    args: argparse.Namespace,
+    *,
+    folder: Path,
+    roles: Sequence[Role],
+    step: int,
 ) -> None:
-    if args.wan is None:
-        export_model(model, text, vae=_vae_folder(args), folder=folder, roles=roles)
-    else:
+    """Write what can be rendered with; with logs, a sample of it too."""
+    if args.wan is not None:
         export_wan(model, folder, roles=roles, frozen=args.frozen)
+    else:
+        export_model(model, text, vae=_vae_folder(args), folder=folder, roles=roles)
+        if args.logs:
+            device = next(model.parameters()).device
+            frames = sample_video(folder, captions=_captions(args)[:1], device=device)
+            log_video(args.out / f"{args.step}_run", "sample", frames, step, fps=FPS / 2)
+    log.info("step %d: exported to %s", step, folder)
 
 
 def _vae_folder(args: argparse.Namespace) -> Path:

@@ -1,7 +1,7 @@
 """Phase 1: packed supervised fine-tuning of both roles in one block-causal forward (FlashForward)."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -143,11 +143,13 @@ def train_sft(
     compiled: bool = True,
     checkpoint_blocks: bool = False,
     rebase: float = 0.0,
+    snapshot: Callable[[CausalWanTransformer, ByteT5Encoder, int], None] | None = None,
 ) -> tuple[CausalWanTransformer, ByteT5Encoder]:
     """Fine-tune a model with roles attached; the steps take the ``layouts`` in turn.
 
     A share ``rebase`` of the steps crops its clips at a random place, with positions from 0: the anchors then lie on
-    other moments of them (time-rebase). Clips as long as a layout leave no room for that.
+    other moments of them (time-rebase). Clips as long as a layout leave no room for that. ``snapshot`` gets both with
+    their averaged weights, and the step, whenever the state is saved.
     """
     device = accelerator.device
     step = SftStep(model, text, autocast=device.type == "cuda", checkpoint_blocks=checkpoint_blocks)
@@ -163,6 +165,10 @@ def train_sft(
         weights = layout.weights if offset == 0 else layout.weights.clamp(max=1.0)
         return packed, noise, sigma, ids, mask, layout, weights
 
+    def keep(module: nn.Module, number: int) -> None:
+        if snapshot is not None:
+            snapshot(module.model, module.text, number)
+
     compile_parts = partial(compile_blocks, model) if compiled else None
-    best = train(step, config, accelerator=accelerator, batch=batch, prepare=compile_parts)
+    best = train(step, config, accelerator=accelerator, batch=batch, prepare=compile_parts, snapshot=keep)
     return best.model, best.text

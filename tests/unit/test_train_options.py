@@ -5,13 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flashforward_core.cli import main
 from flashforward_core.model.config import MODELS
+from flashforward_core.model.loading import ASSETS
 from flashforward_core.train.command import STEPS
 from flashforward_core.train.options import HELP, PARTIAL, add_arguments, complete, preset_names, read_preset
+from flashforward_core.train.samples import sample_video
 
 pytestmark = pytest.mark.cpu
+CPU = torch.device("cpu")
 
 
 def completed(*words: str) -> argparse.Namespace:
@@ -79,3 +83,10 @@ def test_settings_out_of_range_are_named(
 ) -> None:
     assert main(["train", *words, "--out", str(tmp_path)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_sample_of_an_exported_model_is_its_own_video() -> None:
+    frames = sample_video(ASSETS, captions=["a red ball bounces over green hills at dusk"], device=CPU, latents=2)
+    assert frames.shape == (3, 128, 192, 3)  # every second one of five
+    top, bottom = frames[-1, :8].mean(axis=(0, 1)), frames[-1, -8:].mean(axis=(0, 1))
+    assert top[2] > top[1] and bottom[1] > bottom[2]  # dusk is purple above, the hills are green below
