@@ -78,7 +78,8 @@ class Bench:
         self.expected = render(self.backbone, self.spec, self.texts, devices=DevicePlan(devices=(f"cpu*{lanes}",)))
 
     def _options(self, *, head: bool = False) -> dict[str, Any]:
-        more = {"include_dashboard": False} if head else {}
+        calm = {"memory_monitor_refresh_ms": 0}  # else Ray itself ends lanes when others' work fills the memory
+        more = {"include_dashboard": False, "_system_config": calm} if head else {}
         return {"num_cpus": 1, "object_store_memory": STORE_BYTES, **more}
 
     def render(self, out: Path, chunks: list[ChunkReady], *, on_first: Callable[[], None] = lambda: None) -> str:

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -103,6 +104,18 @@ class _Run:
     spans: Sequence[TaskSpan]
     sha256: str
     latents_BCFHW: Tensor
+    processor_s: float
+    """Of this process and all that it has started, such as a cluster of its own: other work adds none."""
+
+
+def _processor_s() -> float:
+    """Return the processor time so far of this process and those under it that live."""
+    found = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            found += times.user + times.system
+    return found
 
 
 def _compare(bench: Bench, plans: dict[str, DevicePlan], *, pairs: int) -> None:
@@ -136,13 +149,15 @@ def _difference(runs: dict[str, list[_Run]]) -> float:
 
 
 def _once(bench: Bench, spec: RolloutSpec, plan: DevicePlan) -> _Run:
-    began = time.perf_counter()
+    computed, began = _processor_s(), time.perf_counter()
     result: RenderResult = render(bench.backbone, spec, bench.models.texts, devices=plan)
+    seconds, computed = time.perf_counter() - began, _processor_s() - computed
     return _Run(
-        seconds=time.perf_counter() - began,
+        seconds=seconds,
         spans=result.timeline.spans,
         sha256=result.sha256,
         latents_BCFHW=result.latents_BCFHW,
+        processor_s=computed,
     )
 
 

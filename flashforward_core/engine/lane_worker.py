@@ -4,6 +4,8 @@ Results are plain: events with packed tensors, times of this process's clock, an
 method at a time, except ``clock`` and ``stop``, which may come while another runs.
 """
 
+import contextlib
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -65,6 +67,7 @@ class LaneWorker:
 
         ``device`` is ``cpu`` or ``cuda``, the GPU that this process has been given: the only one it sees.
         """
+        _take_priority()
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes to it
         self._device = torch.device("cuda:0" if device == "cuda" else device)
         self._num_threads = num_threads
@@ -193,6 +196,16 @@ class LaneWorker:
             torch.cuda.set_device(self._device)
         if self._lane is None:
             self._lane = CallerLane(self._lane_name, self._device)
+
+
+def _take_priority() -> None:
+    """Give this process's threads the usual priority, where that is allowed: Ray's processes begin with a low one.
+
+    Else a lane waits for all other work of its machine, such as encoding the video. New threads have their parent's.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # not allowed, or not this system's way
+        for thread in os.listdir("/proc/self/task"):
+            os.setpriority(os.PRIO_PROCESS, int(thread), 0)
 
 
 def packed_event(event: Event, change: Callable[[Any], Any]) -> Event:

@@ -33,6 +33,7 @@ def test_both_ways_are_filed_with_their_ratio_and_the_cluster_is_gone(tmp_path: 
     added_ms = sum(there) / 2 * lane_ms - sum(here) / 2 * lane_ms  # the median of two pairs is their mean
     assert rows["ray_task_overhead_ms", ""]["value"] == pytest.approx(added_ms, abs=0.1)
     assert {way for metric, way in rows if metric == "task_gap_ms"} == {"in_process", "ray"}
+    assert all(rows["processor_s", way]["value"] > 0 for way in ("in_process", "ray"))
     assert not ray.is_initialized()
 
 

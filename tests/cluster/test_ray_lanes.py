@@ -134,6 +134,15 @@ def test_a_failed_task_names_itself_and_the_lanes_stay(rig: Any, site: Site) -> 
     assert {process.pid for process in site.lane_processes()} == before
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may raise a process's priority")
+def test_lanes_do_not_wait_for_all_other_work_of_their_machine(rig: Any, site: Site) -> None:
+    """Ray's processes begin at the lowest priority but four; every thread of a lane has the usual one."""
+    assert_good(rig, site)
+    for lane in site.lane_processes():
+        threads = [thread.id for thread in lane.threads()]
+        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {0}
+
+
 @pytest.mark.parametrize("hurt", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_dead_or_frozen_lane_ends_the_render_with_its_name(rig: Any, site: Site, hurt: signal.Signals) -> None:
     assert_good(rig, site)

@@ -31,7 +31,8 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     options = {"num_cpus": 1, "object_store_memory": STORE_BYTES}
-    made = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
+    calm = {"memory_monitor_refresh_ms": 0}  # else Ray ends lanes when others' work fills the machine's memory
+    made = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False, "_system_config": calm})
     made.add_node(**options)
     yield made
     made.shutdown()
