@@ -10,6 +10,7 @@ frames, height, width.
 import contextlib
 import itertools
 import logging
+import re
 import signal
 import struct
 import threading
@@ -33,6 +34,7 @@ RANGE_NAMES = {0: "unknown", 1: "tv", 2: "pc"}
 # default_base_moof: offsets within each fragment; use_metadata_tags: keys of any name, such as ComfyUI's "workflow"
 FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof+use_metadata_tags", "flush_packets": "1"}
 FINISHED = {"movflags": "faststart+use_metadata_tags"}
+UNFINISHED = re.compile(r"\.(partial|finished)(-\d+)?\.mp4$", re.IGNORECASE)
 FRAGMENT_S = 2  # at most this much is lost in a crash, besides what the encoder looks ahead
 
 
@@ -55,9 +57,11 @@ class VideoWriter:
     ) -> None:
         """Start ``path`` (its folder must exist). ``crf`` is x264's quality: 0 lossless, 17 hardly visible, 51 worst.
 
-        ``metadata`` is embedded as it is. Raises ``ValueError`` for odd sizes and for fps or crf out of range.
+        ``metadata`` is embedded as it is. Raises ``ValueError`` for odd sizes, for fps or crf out of range and for the
+        name of an unfinished video, which may be another writer's.
         """
         _check_settings(width=width, height=height, fps=fps, crf=crf)
+        check_name(Path(path))
         self.path = Path(path)
         self.partial_path = _new_file(self.path, "partial")
         self.frames = 0
@@ -161,7 +165,7 @@ class VideoInfo:
 
 def probe(path: str | Path) -> VideoInfo:
     """Describe a video file without decoding it. Raises ``ValueError`` when it holds no video."""
-    with av.open(str(path)) as container:
+    with _opened(path) as container:
         stream = _video_stream(container, path)
         codec = stream.codec_context
         return VideoInfo(
@@ -182,7 +186,7 @@ def probe(path: str | Path) -> VideoInfo:
 
 def read_frames(path: str | Path, *, chunk: int = 1) -> Iterator[np.ndarray]:
     """Decode to uint8 RGB arrays [chunk, H, W, 3] (the last may be shorter); never more than one chunk in memory."""
-    with av.open(str(path)) as container:
+    with _opened(path) as container:
         held: list[np.ndarray] = []
         for frame in container.decode(_video_stream(container, path)):
             held.append(_to_rgb(frame))
@@ -197,6 +201,12 @@ def check_crf(crf: int) -> None:
     """Raise ``ValueError`` for a quality that x264 does not know."""
     if not 0 <= crf <= 51:
         raise ValueError(f"crf={crf} is outside 0 to 51; use crf=17")
+
+
+def check_name(path: Path) -> None:
+    """Raise ``ValueError`` for a name that unfinished videos have."""
+    if UNFINISHED.search(path.name):
+        raise ValueError(f"out={path.name!r} is how unfinished videos are called; use another name, such as clip.mp4")
 
 
 def _new_file(target: Path, kind: str) -> Path:
@@ -289,6 +299,16 @@ def _copy_packets(source: Path, target: Path, *, metadata: Mapping[str, str]) ->
             if packet.size:  # the last, empty packet only says that the file is over
                 packet.stream = copy
                 writer.mux(packet)
+
+
+@contextlib.contextmanager
+def _opened(path: str | Path) -> Iterator[Any]:
+    try:
+        container = av.open(str(path))
+    except av.InvalidDataError as error:
+        raise ValueError(f"{path} holds no video; use a video file") from error
+    with container:
+        yield container
 
 
 def _video_stream(container: Any, path: str | Path) -> Any:

@@ -67,6 +67,8 @@ def parse(text: str) -> tuple[TimedPrompt, ...]:
 
     Raises ``ValueError`` with the character's position, counted from 1, for what cannot be read.
     """
+    if alone := re.search("[\ud800-\udfff]", text):  # half of a character: no encoder reads it, no file holds it
+        raise ValueError(f"text: character {alone.start() + 1} is no Unicode character; remove it")
     bars = [match.start() for match in _BAR.finditer(text)]
     found: list[TimedPrompt] = []
     now: Moment | None = Moment()

@@ -72,7 +72,7 @@ def _objects(text: str, path: Path) -> Iterator[tuple[str, Row]]:
         place = f"{path} line {number}"
         try:
             row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # no JSON, or a number of thousands of digits
             raise ValueError(f"{place} is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise ValueError(f'{place} is no JSON object; write {{"prompt": "…"}}')
@@ -140,8 +140,14 @@ def _inside(out: str, place: str) -> str:
 
 
 def _check_names(found: tuple[Wanted, ...], path: Path) -> None:
+    from ..media import check_name
+
     first: dict[str, Wanted] = {}
     for wanted in found:
+        try:
+            check_name(Path(wanted.out))
+        except ValueError as error:
+            raise ValueError(f"{path}: prompt {wanted.number}: {error}") from None
         other = first.setdefault(wanted.out.casefold(), wanted)  # some file systems do not tell A.mp4 from a.mp4
         if other is not wanted:
             raise ValueError(f"{path}: prompts {other.number} and {wanted.number} both have out={wanted.out!r}")

@@ -140,6 +140,11 @@ def run(args: argparse.Namespace) -> int:
 
 def check_out(out: Path, *, make: bool = False) -> None:
     """Raise ``ValueError`` for a path that no video can be written to; ``make`` its folder if it is missing."""
+    from ..media import check_name
+
+    if not out.name:
+        raise ValueError(f"out={str(out)!r} names no file; use a name such as clip.mp4")
+    check_name(out)
     if out.suffix.lower() != ".mp4":
         raise ValueError(f"out={str(out)!r} does not end in .mp4; use {str(out.with_suffix('.mp4'))!r}")
     if (size := len(os.fsencode(out.name))) > LONGEST_NAME:

@@ -110,7 +110,7 @@ def _read_fits(path: Path) -> list[dict[str, Any]]:
     try:
         fits: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["fits"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a file of fitted costs; delete it and fit again") from error
+        raise ValueError(f"{path} is not a file of fitted costs; name one that `bench latency --fit` wrote") from error
     return fits
 
 

@@ -44,7 +44,10 @@ def standardise(state: Mapping[str, Any], *, source: str) -> Checkpoint:
 
     ``source`` names the file in errors. Another model than a 16-channel Wan 2.1 T2V raises ``ValueError``.
     """
-    found = unwrap(state)
+    try:
+        found = unwrap(state)
+    except ValueError as error:
+        raise ValueError(f"{source} {error}") from None
     refuse(found.tensors, source=source)
     named = to_diffusers(found.tensors)
     tensors, scales = split_scales(named, source=source)
@@ -73,8 +76,8 @@ def refuse(tensors: Mapping[str, Tensor], *, source: str) -> None:
         some = ", ".join(sorted(tensors)[:3]) or "no tensors"
         raise ValueError(f"{source} is no Wan transformer: expected patch_embedding.weight, found {some}")
     for name, tensor in tensors.items():
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            kind = "without data" if tensor.is_meta else f"as {tensor.layout}"
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+            kind = "without data" if tensor.is_meta else "nested" if tensor.is_nested else f"as {tensor.layout}"
             raise ValueError(f"{source}: {name} is stored {kind}; expected a dense tensor, save it with .to_dense()")
     image = any("img_emb" in n or "image_embedder" in n or "k_img" in n or "add_k_proj" in n for n in tensors)
     try:
@@ -222,13 +225,17 @@ def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
 
 def read_checkpoint(path: Path, *, dtype: torch.dtype = torch.float32) -> Checkpoint:
     """Read a single-file checkpoint; ``dtype`` is that of quantised GGUF tensors."""
-    if WAN_22.search(path.name):
+    _refuse_wan_22(path, by_name=bool(WAN_22.search(path.name)))
+    state, _ = read_state(path, what=WHAT, dtype=dtype)
+    return standardise(state, source=str(path))
+
+
+def _refuse_wan_22(path: Path, *, by_name: bool) -> None:
+    if by_name:
         raise ValueError(
             f"{path} is Wan 2.2 by its name, two experts or a 48-channel model; use a 16-channel Wan 2.1 "
             "text-to-video file"
         )
-    state, _ = read_state(path, what=WHAT, dtype=dtype)
-    return standardise(state, source=str(path))
 
 
 def transformer_folder(path: Path) -> Path:
@@ -261,6 +268,8 @@ def load_checkpoint(
     with torch.inference_mode(False), torch.no_grad():
         if path.is_dir():
             folder = transformer_folder(path)
+            two_experts = (path / "transformer_2").exists() or path.name == "transformer_2"
+            _refuse_wan_22(path, by_name=two_experts or bool(WAN_22.search(path.name)))
             config = read_config(folder / "config.json")
             found = standardise(read_shards(folder, what="the transformer")[0], source=str(folder))
         else:

@@ -47,6 +47,10 @@ def load_embedded(
     wrong one ``ValueError``, each naming the file, what was expected and what was found.
     """
     folder = assets or ASSETS
+    if not (folder / "transformer").is_dir():
+        raise FileNotFoundError(
+            f"assets={str(folder)!r} has no folder 'transformer'; name a copy of the embedded model's"
+        )
     with torch.inference_mode(False), torch.no_grad():  # a lane's thread must be able to use the weights
         model = load_transformer(folder / "transformer", dtype=dtype, device=device)
         loras = _role_files(folder)

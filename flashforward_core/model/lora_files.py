@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .config import WanConfig
 from .files import fingerprint
 from .formats import read_state
-from .naming import INFIXES, WRAPPERS, bare_name, module_table
+from .naming import DEEPEST, INFIXES, WRAPPERS, bare_name, module_table
 from .transformer import CausalWanTransformer
 
 LORA_WRAPPERS = ("generator_lora", "lora_state_dict", "lora", *WRAPPERS)
@@ -113,19 +113,24 @@ def read_lora(path: Path, model: CausalWanTransformer) -> LoraFile:
 
 
 def _unwrap(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    while inner := next((state[w] for w in LORA_WRAPPERS if isinstance(state.get(w), Mapping)), None):
+    for _ in range(DEEPEST):  # a file may hold itself
+        inner = next((state[w] for w in LORA_WRAPPERS if isinstance(state.get(w), Mapping)), None)
+        if inner is None:
+            break
         state = inner
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, Tensor)}
 
 
 def _options(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """Return PEFT's options where a file has them: in its metadata, or in ``adapter_config.json`` beside it."""
     beside = path.with_name("adapter_config.json")
-    raw = metadata.get("lora_adapter_metadata") or (beside.read_text(encoding="utf-8") if beside.exists() else "{}")
     try:
+        raw = metadata.get("lora_adapter_metadata") or (beside.read_text(encoding="utf-8") if beside.exists() else "{}")
         found = json.loads(raw)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} has options that are no JSON ({error}); export the LoRA again") from error
+    except (ValueError, RecursionError, OSError) as error:
+        raise ValueError(f"{path} has options that cannot be read ({error}); export the LoRA again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} has options that are no JSON object but {raw[:20]!r}; export the LoRA again")
     options = {name.removeprefix("transformer."): value for name, value in found.items()}
     told = str(metadata.get("use_rslora", "")).lower()
     alpha = metadata.get("lora_alpha", metadata.get("alpha"))
@@ -147,8 +152,20 @@ def _collect(
         if name is None:
             unmatched.append(key)
         else:
-            _store(modules.setdefault(name, _Module(key=module)), part, tensor)
+            _store(
+                modules.setdefault(name, _Module(key=module)), part, _sound(tensor, key, source=source), source=source
+            )
     return modules, unmatched
+
+
+def _sound(tensor: Tensor, key: str, *, source: str) -> Tensor:
+    """Return a tensor that can be computed with, or say what is wrong with it."""
+    if tensor.is_nested or not tensor.is_floating_point():
+        raise ValueError(f"{source}: {key} holds no floating-point numbers; export the LoRA again")
+    wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # torch does not promote 8-bit floats
+    if not torch.isfinite(wide).all():
+        raise ValueError(f"{source}: {key} holds numbers that are not finite; export the LoRA again")
+    return wide
 
 
 def _split(key: str) -> tuple[str, str]:
@@ -174,15 +191,34 @@ def _module_name(module: str, table: Mapping[str, str], *, part: str) -> str | N
     return table.get(module.replace(".", "_"))
 
 
-def _store(module: _Module, part: str, tensor: Tensor) -> None:
-    if part == "down":
-        module.down = tensor
-    elif part == "up":
-        module.up = tensor
+def _store(module: _Module, part: str, tensor: Tensor, *, source: str) -> None:
+    if (part in ("down", "up", "alpha") and getattr(module, part) is not None) or part in module.differences:
+        raise ValueError(f"{source} has {part} of {module.key} twice, under two names; export the LoRA again")
+    if part in ("down", "up"):
+        if tensor.ndim < 2 or not tensor.numel():
+            raise ValueError(f"{source}: {part} of {module.key} has shape {tuple(tensor.shape)}; export the LoRA again")
+        setattr(module, part, tensor.flatten(1))  # some trainers keep 1x1 convolutions
     elif part == "alpha":
+        if tensor.numel() != 1:
+            raise ValueError(f"{source}: alpha of {module.key} holds {tensor.numel()} numbers; export the LoRA again")
         module.alpha = float(tensor)
     else:
         module.differences[part] = tensor
+
+
+def _alpha(name: str, found: _Module, *, options: Mapping[str, Any], source: str) -> float | None:
+    """Return the alpha that the file names for a module: its own, its pattern's or the file's."""
+    pattern = options.get("alpha_pattern") or {}
+    if not isinstance(pattern, dict):
+        raise ValueError(f"{source} has alpha_pattern={pattern!r}, which is no JSON object; export the LoRA again")
+    told = next((a for a in (found.alpha, pattern.get(name), options.get("lora_alpha")) if a is not None), None)
+    try:
+        alpha = None if told is None else float(told)
+    except (TypeError, ValueError):
+        alpha = math.nan
+    if alpha is not None and not math.isfinite(alpha):
+        raise ValueError(f"{source} has alpha {told!r} for {found.key}, which is no number; export the LoRA again")
+    return alpha
 
 
 def _factors(
@@ -194,16 +230,16 @@ def _factors(
         raise ValueError(f"{source}: {found.key} lacks its {missing} factor; export the LoRA again")
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"{source} updates {found.key}, which is no linear layer; use a LoRA of linear layers")
-    down, up = found.down.flatten(1), found.up.flatten(1)  # some trainers keep 1x1 convolutions
+    down, up = found.down, found.up
     _check_width(model.config, found, got=(down.shape[1], up.shape[0]), layer=layer, source=source)
     if down.shape[0] != up.shape[1]:
         raise ValueError(
             f"{source}: {found.key} has factors of rank {down.shape[0]} and {up.shape[1]}; export it again"
         )
     rank = down.shape[0]
-    alpha = found.alpha if found.alpha is not None else float(options.get("alpha_pattern", {}).get(name, 0))
-    alpha = alpha or float(options.get("lora_alpha", rank))
-    return Factors(down=down, up=up, scale=alpha / (math.sqrt(rank) if options.get("use_rslora") else rank))
+    alpha = _alpha(name, found, options=options, source=source)
+    scale = (rank if alpha is None else alpha) / (math.sqrt(rank) if options.get("use_rslora") else rank)
+    return Factors(down=down, up=up, scale=scale)
 
 
 def _check_width(config: WanConfig, found: _Module, *, got: tuple[int, int], layer: nn.Linear, source: str) -> None:

@@ -54,7 +54,10 @@ class Unwrapped:
 
 
 def unwrap(state: Mapping[str, Any], *, wrappers: tuple[str, ...] = WRAPPERS) -> Unwrapped:
-    """Take the tensors out of trainers' dicts and strip the prefixes of their names."""
+    """Take the tensors out of trainers' dicts and strip the prefixes of their names.
+
+    Raises ``ValueError`` for two tensors of one bare name: which of them is meant, no name tells.
+    """
     path = []
     while len(path) < DEEPEST and (found := next((w for w in wrappers if isinstance(state.get(w), Mapping)), None)):
         state = state[found]
@@ -64,6 +67,8 @@ def unwrap(state: Mapping[str, Any], *, wrappers: tuple[str, ...] = WRAPPERS) ->
     kept, seen = {}, set()
     for name, value in (whole or tensors).items():
         bare, stripped = bare_name(name)
+        if bare in kept:
+            raise ValueError(f"has {bare} twice, under two names; save the model again with one of them")
         kept[bare] = value
         seen |= set(stripped)
     left_out = len(tensors) - len(kept)

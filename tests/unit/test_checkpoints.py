@@ -329,6 +329,19 @@ def test_unknown_widths_and_wan_2_2_are_refused(weights: dict[str, Tensor], tmp_
     for name in ("wan2.2_t2v_14B.safetensors", "Wan2_2-T2V_HIGH_noise.safetensors", "t2v_low_noise.gguf"):
         with pytest.raises(ValueError, match=r"Wan 2\.2 by its name"):
             load_checkpoint(tmp_path / name)
+    for name in ("Wan2.2-T2V-A14B-Diffusers", "renamed"):
+        for expert in ("transformer", "transformer_2"):
+            (tmp_path / name / expert).mkdir(parents=True)
+            (tmp_path / name / expert / "config.json").write_text(json.dumps(TINY.to_diffusers()))
+        with pytest.raises(ValueError, match=r"Wan 2\.2 by its name"):
+            load_checkpoint(tmp_path / name)
+
+
+def test_one_name_for_two_tensors_is_refused(weights: dict[str, Tensor], tmp_path: Path) -> None:
+    twice = {"model.patch_embedding.weight": torch.zeros_like(weights["patch_embedding.weight"])}
+    path = write(tmp_path / "twice.safetensors", weights | twice)
+    with pytest.raises(ValueError, match=r"twice\.safetensors has patch_embedding.weight twice, under two names"):
+        load_checkpoint(path)
 
 
 def test_our_table_of_names_is_diffusers_converter() -> None:

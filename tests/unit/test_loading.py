@@ -142,6 +142,11 @@ def test_a_missing_or_damaged_asset_names_itself(name: str, assets: Path) -> Non
         load_embedded(assets)
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"assets='.*nope' has no folder 'transformer'"):
+        load_embedded(tmp_path / "nope")
+
+
 def test_parts_of_different_models_are_refused(assets: Path) -> None:
     config = json.loads((assets / "transformer/config.json").read_text())
     (assets / "transformer/config.json").write_text(json.dumps({**config, "ffn_dim": 100}))

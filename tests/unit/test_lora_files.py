@@ -348,13 +348,29 @@ def misfits(factors: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor
         "ranks differ": ({f"{key}.lora_A.weight": down[:2], f"{key}.lora_B.weight": up}, "factors of rank 2 and 4"),
         "DoRA": ({f"{key}.lora_A.weight": down, f"{key}.dora_scale": up}, "is no plain LoRA.*without dora_scale"),
         "LoKr": ({f"{key}.lokr_w1": down}, "is no plain LoRA.*without lokr_w1"),
+        "twice": (
+            {f"{key}.lora_A.weight": down, f"{key}.lora_B.weight": up, f"transformer.{name}.lora_A.weight": 2 * down},
+            "has down of .* twice, under two names",
+        ),
+        "rank 0": (
+            {f"{key}.lora_A.weight": down[:0], f"{key}.lora_B.weight": up[:, :0]},
+            r"down of .* shape \(0, 48\)",
+        ),
+        "no matrix": ({f"{key}.lora_A.weight": down[0], f"{key}.lora_B.weight": up}, r"down of .* has shape \(48,\)"),
+        "not finite": ({f"{key}.lora_A.weight": down * torch.nan}, "lora_A.weight holds numbers that are not finite"),
+        "whole numbers": ({f"{key}.lora_A.weight": down.long()}, "holds no floating-point numbers"),
+        "two alphas": ({f"{key}.alpha": torch.ones(2)}, "alpha of .* holds 2 numbers"),
+        "no alpha": ({f"{key}.alpha": torch.ones(0)}, "alpha of .* holds 0 numbers"),
     }
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["no match", "role row only", "wrong width", "wrong difference", "one factor", "ranks differ", "DoRA", "LoKr"],
+CASES = (
+    *("no match", "role row only", "wrong width", "wrong difference", "one factor", "ranks differ", "DoRA", "LoKr"),
+    *("twice", "rank 0", "no matrix", "not finite", "whole numbers", "two alphas", "no alpha"),
 )
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_a_lora_that_does_not_fit_is_refused_in_one_line(
     case: str, backbone: Backbone, factors: dict[str, tuple[Tensor, Tensor]], tmp_path: Path
 ) -> None:
@@ -364,6 +380,66 @@ def test_a_lora_that_does_not_fit_is_refused_in_one_line(
         apply_lora(backbone, path)
     assert str(path) in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("[1]", "no JSON object but '.1.'"),
+        ("null", "no JSON object but 'null'"),
+        ("[" * 100_000, "options that cannot be read"),
+        ("not JSON", "options that cannot be read"),
+        ('{"alpha_pattern": [1]}', r"alpha_pattern=\[1\], which is no JSON object"),
+        ('{"lora_alpha": {}}', "has alpha {} for .*, which is no number"),
+        ('{"lora_alpha": "abc"}', "has alpha 'abc' for"),
+        ('{"lora_alpha": NaN}', "has alpha nan for"),
+    ],
+    ids=["list", "null", "nested", "text", "pattern", "object", "word", "nan"],
+)
+@pytest.mark.parametrize("where", ["metadata", "beside"])
+def test_options_that_make_no_sense_are_refused_by_name(
+    options: str,
+    message: str,
+    where: str,
+    backbone: Backbone,
+    factors: dict[str, tuple[Tensor, Tensor]],
+    tmp_path: Path,
+) -> None:
+    state = written(factors, "PEFT", alpha=None)
+    told = {"lora_adapter_metadata": options} if where == "metadata" else {}
+    path = save(tmp_path / "lora.safetensors", state, **told)
+    if where == "beside":
+        (tmp_path / "adapter_config.json").write_text(options)
+    with pytest.raises(ValueError, match=message) as refusal:
+        apply_lora(backbone, path)
+    assert str(path) in str(refusal.value)
+
+
+def test_alpha_0_switches_an_update_off(
+    backbone: Backbone, factors: dict[str, tuple[Tensor, Tensor]], tmp_path: Path
+) -> None:
+    path = save(tmp_path / "lora.safetensors", written(factors, "kohya", alpha=0.0))
+    changed, _ = apply_lora(backbone, path)
+    assert torch.equal(velocity(changed, Role.PLANNER), velocity(backbone, Role.PLANNER))
+
+
+def test_8_bit_factors_are_widened(
+    backbone: Backbone, factors: dict[str, tuple[Tensor, Tensor]], tmp_path: Path
+) -> None:
+    half = {name: (d.to(torch.float8_e4m3fn), u.to(torch.float8_e4m3fn)) for name, (d, u) in factors.items()}
+    path = save(tmp_path / "lora.safetensors", written(half, "bare", alpha=None))
+    wide = {name: (d.double(), u.double()) for name, (d, u) in half.items()}
+    changed, _ = apply_lora(backbone, path)
+    expected = velocity(by_hand(wide, 1.0), Role.PLANNER)
+    torch.testing.assert_close(velocity(changed, Role.PLANNER), expected, rtol=1e-5, atol=1e-5)  # products in float32
+
+
+def test_a_pickle_that_holds_itself_ends(backbone: Backbone, tmp_path: Path) -> None:
+    state: dict[str, object] = {}
+    state["lora"] = state
+    torch.save(state, tmp_path / "self.pt")
+    with pytest.raises(ValueError, match="matches no layer"):
+        apply_lora(backbone, tmp_path / "self.pt")
 
 
 def test_missing_and_truncated_loras_name_themselves(backbone: Backbone, tmp_path: Path) -> None:

@@ -204,6 +204,15 @@ def test_settings_that_cannot_work_are_refused_by_name(tmp_path: Path, wrong: di
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_target_cannot_be_another_videos_unfinished_file(tmp_path: Path) -> None:
+    with VideoWriter(tmp_path / "a.mp4", width=WIDTH, height=HEIGHT, fps=16) as writer:
+        writer.write(clip(3))
+        for name in (writer.partial_path.name, "A.Finished-2.MP4"):
+            with pytest.raises(ValueError, match="is how unfinished videos are called"):
+                VideoWriter(tmp_path / name, width=WIDTH, height=HEIGHT, fps=16)
+    assert probe(tmp_path / "a.mp4").frames == 3
+
+
 @pytest.mark.parametrize("frames", [clip(2)[:, :32], clip(2).astype(np.float32), clip(2)[0]])
 def test_frames_of_another_kind_are_refused(tmp_path: Path, frames: np.ndarray) -> None:
     with VideoWriter(tmp_path / "a.mp4", width=WIDTH, height=HEIGHT, fps=16) as writer:
@@ -218,8 +227,10 @@ def test_a_file_without_video_names_itself(tmp_path: Path) -> None:
         sound = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), format="s16", layout="mono")
         sound.sample_rate = 8000
         container.mux(stream.encode(sound))
-    with pytest.raises(ValueError, match=r"a\.wav holds no video"):
-        probe(tmp_path / "a.wav")
+    (tmp_path / "b.md").write_text("# Words")
+    for name in ("a.wav", "b.md"):
+        with pytest.raises(ValueError, match=rf"{name} holds no video"):
+            probe(tmp_path / name)
 
 
 @pytest.mark.parametrize("call", ["encode", "mux"])

@@ -57,6 +57,8 @@ def test_rows_say_the_same_in_json_and_in_a_table(tmp_path: Path) -> None:
         ("p.jsonl", '{"prompt": "a", "seconds": "long"}', "seconds='long'"),
         ("p.jsonl", '{"prompt": "a", "out": 5}', "out=5"),
         ("p.jsonl", '{"prompt": "a", "out": "x.gif"}', "does not end in .mp4"),
+        ("p.jsonl", '{"prompt": "a", "out": "x.partial.mp4"}', "prompt 1: out='x.partial.mp4' is how unfinished"),
+        ("p.jsonl", '{"prompt": "a", "seed": 1' + "0" * 5000 + "}", "line 1 is not JSON"),
         ("p.csv", "prompt\na,b\n", "more fields"),
         ("p.csv", 'prompt\n"a\n', "cannot be read as CSV"),
         ("p.csv", "prompt,out\na,x.mp4\nb,X.mp4\n", "prompts 1 and 2 both have out="),

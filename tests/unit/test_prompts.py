@@ -60,6 +60,7 @@ def test_prompts_hold_when_they_say(text: str, expected: list[tuple[str, int, bo
         ("a | b [5s]", ("before character 4 has no length", "[5s]")),
         ("a [5s] | | c", ("prompt at character 9 is empty", "remove the '|'")),
         ("a [5s] |", ("prompt at character 9 is empty",)),
+        ("an owl \udce9", ("character 8 is no Unicode character", "remove it")),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_place(text: str, words: tuple[str, ...]) -> None:
