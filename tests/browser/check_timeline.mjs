@@ -6,7 +6,9 @@ import { fitView, inEditor } from "./editor.mjs";
 
 const [url, executablePath, workflow, folder] = process.argv.slice(2);
 const MODULE = "/extensions/ComfyUI-FlashForward/js/extension.js";
+const [ALWAYS, MUTED, BYPASSED] = [0, 2, 4]; // LiteGraph's modes of nodes
 const PATIENCE = { timeout: 20_000 };
+const LONG = { timeout: 180_000 }; // for what is computed: a busy machine takes its time
 
 /** Load the workflow and put the Plan node and its timeline into the page's globals. */
 async function load(page) {
@@ -75,6 +77,15 @@ async function connectDevices(page, devices) {
   await settled(page);
 }
 
+/** Mute or bypass the Devices node, or let it run again. */
+async function setMode(page, mode) {
+  await page.evaluate((to) => {
+    window.devicesNode.mode = to;
+  }, mode);
+  await settled(page);
+  return look(page);
+}
+
 async function hoverChunk(page, chunk) {
   const at = await page.evaluate((index) => {
     const box = window.timeline.view.canvas.getBoundingClientRect();
@@ -101,7 +112,7 @@ async function setPalette(page, name) {
 async function run(page) {
   const counts = [];
   await page.evaluate(() => window.app.queuePrompt(0));
-  for (let tries = 0; tries < 600; tries += 1) {
+  for (let tries = 0; tries < 1800; tries += 1) {
     const { states, measured } = await look(page);
     if (counts.at(-1) !== measured) counts.push(measured);
     if (states[1] === "done") break;
@@ -112,7 +123,7 @@ async function run(page) {
 
 /** Play the video that Decode & Save Video shows, for a moment. */
 async function play(page) {
-  await page.waitForFunction(() => document.querySelector("video")?.readyState >= 2, null, PATIENCE);
+  await page.waitForFunction(() => document.querySelector("video")?.readyState >= 2, null, LONG);
   return page.evaluate(async () => {
     const video = document.querySelector("video");
     video.muted = true;
@@ -182,6 +193,9 @@ const seen = await inEditor({ url, executablePath }, async (page) => {
   });
   await settled(page);
   told.two = await look(page);
+  told.off = [];
+  for (const mode of [MUTED, BYPASSED]) told.off.push((await setMode(page, mode)).lanes);
+  await setMode(page, ALWAYS);
   told.hover = await hoverChunk(page, 2);
   await page.mouse.move(5, 400);
   const before = await savedValues(page);

@@ -42,7 +42,7 @@ def seen(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Json:
         ["node", str(HERE / "check_timeline.mjs"), server.url, chromium, str(workflow), str(folder)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -86,6 +86,10 @@ def test_it_follows_the_devices_node(seen: Json) -> None:
     assert seen["four"]["rounds"] < seen["two"]["rounds"] < seen["first"]["rounds"]
     assert seen["four"]["minimum"] > seen["first"]["minimum"]
     assert all(seen[name]["height"] >= seen[name]["minimum"] for name in ("first", "four", "ran"))
+
+
+def test_a_devices_node_that_is_off_does_not_count(seen: Json) -> None:
+    assert seen["off"] == [1, 1]
 
 
 def test_hovering_a_chunk_lights_up_what_it_reads(seen: Json) -> None:
