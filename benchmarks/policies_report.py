@@ -203,6 +203,8 @@ def speed(rows: Sequence[Row], out: Path) -> list[str]:
     for unbounded, frames in lengths:
         for name, words in SETTINGS.items():
             where = {"policy": name, "video_frames": frames, "blocks": "one, multiplied", "bounded": not unbounded}
+            if not of(rows, "speedup", **where):
+                continue
             ms, times, peak = (
                 of(rows, metric, **where)[-1]["value"] for metric in ("chunk_ms", "speedup", "peak_bytes")
             )

@@ -102,22 +102,7 @@ def run(args: argparse.Namespace) -> int:
         for frames in lengths:
             if frames <= args.whole:
                 bench.measure_whole(-(-(frames - 1) // TEMPORAL_FACTOR) + 1, book=book)
-    return 0
-
-
-@dataclass(slots=True, kw_only=True)
-class Case:
-    """One block's attention under one setting."""
-
-    attend: Callable[[], object]
-    """Self-attention where it is sparse, or everywhere if it is dense."""
-    cross: Callable[[], object]
-    prepare: Callable[[], object] | None = None
-    """What is done once per chunk and block."""
-    cached_bytes: int
-    """Keys and values of one block."""
-    peak_bytes: int = 0
-    times: dict[str, float] = field(default_factory=dict)
+    return int(bool(bench.failed))
 
 
 @dataclass(kw_only=True)
@@ -128,6 +113,8 @@ class Bench:
     device: torch.device
     densities: Densities
     sparse: SparseOptions = field(default_factory=SparseOptions)
+    failed: list[str] = field(default_factory=list)
+    """Settings that could not be measured."""
 
     def __post_init__(self) -> None:
         self.config = MODELS[self.args.model]
@@ -151,10 +138,17 @@ class Bench:
         window = history == WINDOW_FRAMES
         dense_s = 0.0
         for name in NAMES:
-            chunk_s, peak = self._chunk(name, history, rest=rest)
+            try:
+                chunk_s, peak = self._chunk(name, history, rest=rest)
+            except RuntimeError as error:  # out of memory, or a kernel that this device has not: go on with the others
+                reason = str(error).strip().partition("\n")[0]
+                print(f"FAILED {name}, {history} latent frames: {type(error).__name__}: {reason}", flush=True)
+                self.failed.append(name)
+                continue
             dense_s = chunk_s if name == "dense" else dense_s
             book.add("chunk_ms", 1000 * chunk_s, "ms", policy=name, bounded=window, **config)
-            book.add("speedup", dense_s / chunk_s, "1", policy=name, bounded=window, **config)
+            if dense_s:
+                book.add("speedup", dense_s / chunk_s, "1", policy=name, bounded=window, **config)
             book.add("peak_bytes", peak, "B", policy=name, bounded=window, **config)
 
     def _chunk(self, name: str, history: int, *, rest: float) -> tuple[float, int]:
