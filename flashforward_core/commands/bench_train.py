@@ -110,9 +110,7 @@ def _distill(
 ) -> tuple[nn.Module, dict[str, Callable[[], Tensor]]]:
     """Return the module of student and critic, and the loss of a step of either; both roll out through all stages."""
     generator = torch.Generator(device).manual_seed(0)
-    teacher = random_transformer(
-        config, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
-    )
+    teacher = random_transformer(config, device=device, dtype=torch.float32)  # as train distill keeps it
     module = DistillStep(
         _trained(config, device, roles=True),
         _trained(config, device, roles=False),
