@@ -185,6 +185,10 @@ class PromptSpan:
     """Whether history from before ``start`` is forgotten."""
 
 
+GOOD_ANCHORS = 3
+"""As many as models with anchors were trained on at least: a start, a middle and an end."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSpec:
     """Everything that decides a rollout's pixels, except weights and prompt embeddings."""
@@ -279,6 +283,18 @@ class RolloutSpec:
     def anchor_positions(self) -> tuple[int, ...]:
         """Absolute latent index of every anchor; empty without anchors."""
         return () if self.anchors is None else self.anchors.positions(self.shape.latent_frames)
+
+    @property
+    def few_anchors(self) -> str:
+        """Advice for a video so short that it holds fewer than ``GOOD_ANCHORS``; empty where none is needed."""
+        latents, found = self.shape.latent_frames, len(self.anchor_positions())
+        if self.anchors is None or found >= min(GOOD_ANCHORS, latents):
+            return ""
+        stride = max(1, (latents - 1) // (GOOD_ANCHORS - 1))
+        return (
+            f"{found} anchor{'s' if found > 1 else ''} in {latents} latent frames, so what moves may get lost; use an "
+            f"anchor stride of {stride} or less"
+        )
 
     def prompt_at(self, latent_frame: int) -> int:
         """Index of the prompt that holds at ``latent_frame``."""

@@ -90,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     spec = spec_of(args, size=EMBEDDED_SIZE)
     spec = replace(spec, prompts=spans([prompt.time for prompt in prompts], spec.shape))
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    if spec.few_anchors:
+        logging.warning("%s", spec.few_anchors)
     try:
         with one_interrupt():
             result = _render(args, spec, [prompt.text for prompt in prompts])

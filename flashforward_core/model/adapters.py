@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,8 @@ def apply_lora(
     weights; otherwise they stay low-rank beside shared weights, which costs little memory and some speed. 8-bit
     weights and layers outside the blocks are merged in either case. Raises like ``read_lora``.
     """
+    if not math.isfinite(strength):
+        raise ValueError(f"strength={strength} is not finite; use 1.0")
     lora = read_lora(path, backbone.models[Role.RENDERER])
     if lora.unmatched:
         log.warning("%s", lora.report)

@@ -51,6 +51,26 @@ def test_no_anchor_lies_past_the_end_and_the_last_block_may_be_shorter() -> None
     assert RolloutSpec(shape=shape(40), anchors=None).anchor_blocks() == ()
 
 
+@pytest.mark.parametrize(
+    ("latents", "stride", "advice"),
+    [
+        (9, 10, "1 anchor in 9 latent frames, so what moves may get lost; use an anchor stride of 4 or less"),
+        (20, 10, "2 anchors in 20 latent frames, so what moves may get lost; use an anchor stride of 9 or less"),
+        (9, 4, ""),
+        (21, 10, ""),
+        (1, 10, ""),
+    ],
+)
+def test_a_video_with_few_anchors_gets_advice_that_helps(latents: int, stride: int, advice: str) -> None:
+    def spec(stride: int) -> RolloutSpec:
+        shape = VideoShape(width=192, height=128, latent_frames=latents)
+        return RolloutSpec(shape=shape, anchors=AnchorPlan(stride=stride), history=History(chunks=5), seed=0)
+
+    assert spec(stride).few_anchors == advice
+    if advice:
+        assert spec(int(advice.split()[-3])).few_anchors == ""
+
+
 def test_a_prompt_holds_until_the_next_one() -> None:
     spec = RolloutSpec(shape=shape(9), prompts=(PromptSpan(), PromptSpan(start=4, prompt=1)))
     assert [spec.prompt_at(frame) for frame in range(9)] == [0, 0, 0, 0, 1, 1, 1, 1, 1]
