@@ -4,9 +4,11 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from comfy.model_management import InterruptProcessingException
 from comfy_api.latest import io
 from torch import Tensor
 
+from flashforward_core.engine.parts import runs_in_parts
 from flashforward_core.engine.ray_lanes import LaneLost
 from flashforward_core.engine.rollout import Anchors, render
 from flashforward_core.model.roles import Backbone
@@ -95,7 +97,7 @@ class Render(io.ComfyNode):
             given_anchors=anchors is not None,
         )
         make_resident(backbone, plan)
-        finished = FinishedChunks(monitor)
+        finished, long = FinishedChunks(monitor), runs_in_parts(spec, plan.devices)
         try:
             result = render(
                 backbone,
@@ -105,12 +107,17 @@ class Render(io.ComfyNode):
                 start=None if start_samples is None else from_latent(start_samples, backbone).cpu(),
                 devices=plan.devices,
                 reuse_bytes=int(reuse_gib * 2**30),
-                on_event=finished if plan.devices.ray_address else monitor,  # nothing else can lose a lane
+                on_event=finished if plan.devices.ray_address or long else monitor,  # nothing else can lose a lane
                 check_cancel=check_cancel,
             )
         except LaneLost as error:
             saved = finished.save(backbone, fps=spec.shape.fps, node_id=cls.hidden.unique_id)
             raise LaneLost(f"{error}; {saved}") from error
+        except InterruptProcessingException:
+            if long:  # hours of work, maybe: a cancel leaves a video that plays
+                saved = finished.save(backbone, fps=spec.shape.fps, node_id=cls.hidden.unique_id)
+                show_text(f"cancelled; {saved}", node_id=cls.hidden.unique_id)
+            raise
         reused = result.reused
         monitor.finish(timeline=result.timeline, sha256=result.sha256, reused=reused)
         text = f"latents sha256 {result.sha256}"

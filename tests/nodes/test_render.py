@@ -182,12 +182,12 @@ def test_an_image_latent_is_refused_by_name(client: Client, prompt: Json) -> Non
         client.run(change(prompt, "FlashForwardDecodeVideo", samples=["900", 0]))
 
 
-def interrupted_after(client: Client, prompt: Json, class_type: str) -> float:
+def interrupted_after(client: Client, prompt: Json, class_type: str, *, tasks: int = 3) -> float:
     """Run, interrupt in the middle of a node, and return the seconds that stopping took."""
     pressed: list[float] = []
 
     def press(node: str, done: int, total: int) -> None:
-        if node == node_id(prompt, class_type) and 3 <= done < total and not pressed:
+        if node == node_id(prompt, class_type) and tasks <= done < total and not pressed:
             client.interrupt()
             pressed.append(time.monotonic())
 
@@ -201,6 +201,16 @@ def test_interrupt_stops_a_render_and_the_next_run_is_right(client: Client, late
     assert interrupted_after(client, long, RENDER) < INTERRUPT_S
     forget(client)
     assert client.run(latents).sha256() == first.sha256()
+
+
+def test_interrupt_of_a_long_render_leaves_a_video_that_plays(client: Client, server: Server, latents: Json) -> None:
+    """601 latent frames run in parts. Two chunks and the anchors that they read are done after 20 tasks, at most."""
+    before = set(server.output.rglob("*.mp4"))
+    interrupted_after(client, change(copy.deepcopy(latents), PLAN, seconds=150.0), RENDER, tasks=20)
+    (path,) = set(server.output.rglob("*.mp4")) - before
+    frames = probe(path).frames
+    assert frames % 12 == 9 and 9 <= frames < 100  # whole chunks
+    assert sum(1 for _ in read_frames(path)) == frames
 
 
 def test_interrupt_while_decoding_leaves_no_file(client: Client, server: Server, prompt: Json) -> None:
