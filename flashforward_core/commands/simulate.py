@@ -2,11 +2,14 @@
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from ..engine.cost import CostKey, CostModel, fitted_devices, load_cost, slot_frames
 from ..engine.events import Timeline
+from ..engine.memory import backbone_sizes, predict_memory
 from ..engine.placement import LAYOUTS, ORDERS, Placement, lanes_for, place
 from ..engine.simulate import simulate
 from ..graph.anchors import RULES
@@ -23,6 +26,7 @@ RESOLUTIONS = {"480p": (832, 480), "720p": (1280, 720), "128x192": (192, 128)}
 PRECISIONS = ("fp32", "bf16", "fp8")
 SIZES_SHOWN = "480p, 720p, 192x128 (the embedded model's) or another WIDTHxHEIGHT"
 GIB = 2**30
+BF16 = 2  # bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -168,6 +172,13 @@ def run(args: argparse.Namespace) -> int:
         cost=cost,
     )
     assert timeline.rounds is not None
+    names = [f"cuda:{n}" for n in range(args.devices)]
+    memory = predict_memory(
+        graph,
+        spec=spec,
+        placement=replace(placement, lanes=lanes_for(names)),
+        sizes=backbone_sizes(config, element_bytes=BF16),
+    )
     report = {
         "schedule": args.schedule,
         "layout": placement.layout,
@@ -175,6 +186,7 @@ def run(args: argparse.Namespace) -> int:
         "forwards": graph.counts(),
         "predicted_s": timeline.predicted_s,
         "peak_kv_bytes": list(timeline.peak_kv_bytes),
+        "memory": [asdict(one) | {"peak_bytes": one.peak_bytes} for one in memory],
     }
     if args.prompts is not None:
         report["queue"] = forecast(
@@ -206,6 +218,14 @@ def table(report: dict[str, Any], *, model: str, shape: VideoShape) -> str:
         ("forwards", f"{report['forwards']['total']} ({forwards})"),
         ("predicted seconds", seconds),
         ("peak KV per lane, GiB", peaks),
+        ("memory per device, GiB", _memory(report["memory"])),
         *(queue_rows(report["queue"]) if "queue" in report else ()),
     ]
     return "\n".join(f"{name:<22}  {value}" for name, value in rows)
+
+
+def _memory(devices: Sequence[Mapping[str, Any]]) -> str:
+    """Say what each device holds at most, and what the fullest one's is made of."""
+    fullest = max(devices, key=lambda one: one["peak_bytes"])
+    parts = ", ".join(f"{part} {fullest[f'{part}_bytes'] / GIB:.1f}" for part in ("weights", "kv", "workspace"))
+    return "  ".join(f"{one['peak_bytes'] / GIB:.1f}" for one in devices) + f"  ({parts.replace('kv', 'KV')})"
