@@ -13,6 +13,7 @@ from flashforward_core.model.roles import attach_roles
 from flashforward_core.model.transformer import CausalWanTransformer, TextContext
 from flashforward_core.specs import AnchorPlan, History, RolloutSpec, VideoShape
 from flashforward_core.train.packing import GroupedAttention, Packing, dense_attention, pack
+from flashforward_core.train.sft import crop_offset, layouts_for
 
 pytestmark = pytest.mark.cpu
 
@@ -210,3 +211,12 @@ def test_grouped_attention_equals_dense_attention_under_the_mask(latent_frames: 
     for dense, grouped in zip(*results, strict=True):
         # float64: the sums differ only in the order of their terms
         torch.testing.assert_close(grouped, dense, rtol=0, atol=1e-11)
+
+
+def test_time_rebase_crops_some_steps_clips_anywhere_within_them() -> None:
+    layout = layouts_for([(1, 7, False)], width=32, height=32, device=torch.device("cpu"))[0]
+    offsets = [crop_offset(layout, 13, share=0.5, seed=f"0-{number}") for number in range(400)]
+    assert set(offsets) == set(range(7))  # 13 latents have room for 7 at 0 to 6
+    assert 140 < sum(offset > 0 for offset in offsets) < 200  # half of the steps, six sevenths of them not at 0: 171
+    assert {crop_offset(layout, 13, share=0.0, seed=str(number)) for number in range(50)} == {0}
+    assert {crop_offset(layout, 7, share=1.0, seed=str(number)) for number in range(50)} == {0}  # no room
