@@ -10,7 +10,6 @@ frames, height, width.
 import contextlib
 import itertools
 import logging
-import re
 import signal
 import struct
 import threading
@@ -25,6 +24,8 @@ import av
 import numpy as np
 from av.video.reformatter import ColorRange, Colorspace
 
+from .names import check_name
+
 logger = logging.getLogger(__name__)
 
 BT709 = 1  # ITU-T H.273 code points of BT.709, the same for primaries, transfer and matrix
@@ -34,7 +35,6 @@ RANGE_NAMES = {0: "unknown", 1: "tv", 2: "pc"}
 # default_base_moof: offsets within each fragment; use_metadata_tags: keys of any name, such as ComfyUI's "workflow"
 FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof+use_metadata_tags", "flush_packets": "1"}
 FINISHED = {"movflags": "faststart+use_metadata_tags"}
-UNFINISHED = re.compile(r"\.(partial|finished)(-\d+)?\.mp4$", re.IGNORECASE)
 FRAGMENT_S = 2  # at most this much is lost in a crash, besides what the encoder looks ahead
 
 
@@ -201,12 +201,6 @@ def check_crf(crf: int) -> None:
     """Raise ``ValueError`` for a quality that x264 does not know."""
     if not 0 <= crf <= 51:
         raise ValueError(f"crf={crf} is outside 0 to 51; use crf=17")
-
-
-def check_name(path: Path) -> None:
-    """Raise ``ValueError`` for a name that unfinished videos have."""
-    if UNFINISHED.search(path.name):
-        raise ValueError(f"out={path.name!r} is how unfinished videos are called; use another name, such as clip.mp4")
 
 
 def _new_file(target: Path, kind: str) -> Path:

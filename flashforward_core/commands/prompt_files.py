@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ..names import check_name
+
 KINDS = (".txt", ".jsonl", ".csv")
 MAX_BYTES = 64 << 20  # a prompt is a few hundred bytes; a film in place of the list is noticed before it fills memory
 
@@ -140,8 +142,6 @@ def _inside(out: str, place: str) -> str:
 
 
 def _check_names(found: tuple[Wanted, ...], path: Path) -> None:
-    from ..media import check_name
-
     first: dict[str, Wanted] = {}
     for wanted in found:
         try:

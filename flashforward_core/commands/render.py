@@ -10,6 +10,7 @@ from ..engine.placement import LAYOUTS, ORDERS
 from ..graph.anchors import RULES
 from ..graph.schedules import SCHEDULES, spec_for
 from ..kv_policy import KV_POLICIES, SparseOptions, policy_named
+from ..names import check_name
 from ..specs import AnchorPlan, History, RolloutSpec, VideoShape
 
 LONGEST_NAME = 230  # bytes: file systems take 255, and the partial file's name is longer than the video's
@@ -140,8 +141,6 @@ def run(args: argparse.Namespace) -> int:
 
 def check_out(out: Path, *, make: bool = False) -> None:
     """Raise ``ValueError`` for a path that no video can be written to; ``make`` its folder if it is missing."""
-    from ..media import check_name
-
     if not out.name:
         raise ValueError(f"out={str(out)!r} names no file; use a name such as clip.mp4")
     check_name(out)
