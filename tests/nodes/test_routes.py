@@ -68,6 +68,11 @@ def test_the_papers_numbers_reach_the_page(server: Server) -> None:
     assert answer["video"]["anchors"] == list(range(0, 81, 10))
     assert answer["video"]["chunks"][-1] == [78, 81]
     assert "37 rounds" in answer["summary"]
+    assert "may get lost" not in answer["summary"]
+
+
+def test_a_short_video_with_one_anchor_gets_advice(server: Server) -> None:
+    assert "use an anchor stride of 4 or less" in plan(server, seconds=NINE_LATENTS_S)["summary"]
 
 
 def test_kv_is_counted_for_the_backbone_that_is_connected(server: Server) -> None:
