@@ -89,6 +89,16 @@ def parse_caption(caption: str) -> SceneWords | None:
     return SceneWords(sky=sky, hills=hills, movers=movers)
 
 
+def advice(prompt: str) -> str:
+    """Say what the embedded model understands, to whoever asks it for something else; empty for its own captions."""
+    if parse_caption(prompt) is not None:
+        return ""
+    return (
+        "the embedded model knows only captions such as 'a red balloon drifts right over green hills at dusk' "
+        f"(sprites: {', '.join(KINDS)}; ways to move: {', '.join(MOTIONS)}); of other prompts it makes what it can"
+    )
+
+
 def _mix(first: Colour, second: Colour, share: float) -> Colour:
     """Return ``first`` with a ``share`` of ``second``."""
     red, green, blue = (a + share * (b - a) for a, b in zip(first, second, strict=True))

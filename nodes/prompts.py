@@ -4,6 +4,7 @@ Every entry of a CONDITIONING is a prompt. Ours carry their time under ``TIME_KE
 ones get theirs from Conditioning Set Timestep Range, whose shares then count over the length of the video.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,11 +15,13 @@ from torch import Tensor
 
 from flashforward_core.model.roles import Backbone
 from flashforward_core.prompts import Moment, PromptTime, TimedPrompt, parse, spans
+from flashforward_core.scenes import advice
 from flashforward_core.specs import RolloutSpec, VideoShape
 
 from .bridge import prompt_text
 from .sockets import CATEGORY, BackboneSocket
 
+log = logging.getLogger(__name__)
 TIME_KEY = "flashforward_time"
 Conditioning = list[list[Any]]
 Encode = Callable[[str], Conditioning]
@@ -28,6 +31,8 @@ def encode_with_backbone(backbone: Backbone, text: str) -> Conditioning:
     """Encode one prompt with the backbone's own text encoder."""
     if backbone.text_encoder is None:
         raise ValueError("backbone has no text encoder of its own; use CLIP Text Encode with Wan's text encoder")
+    if told := advice(text):
+        log.warning("%s", told)
     return [[backbone.text_encoder.encode([text]), {}]]
 
 

@@ -55,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 result = client.run(api, workflow=editor, on_progress=progress_printer(api))
                 for digest in result.sha256():
                     print(f"latents sha256 {digest}")
+                for path in result.files(Path()):
+                    print(f"in ComfyUI's output folder: {path}")
                 return 0
         text = json.dumps(api, indent=1, ensure_ascii=False) + "\n"
         if options.out is None:

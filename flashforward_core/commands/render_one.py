@@ -19,6 +19,7 @@ from ..media import VideoWriter, check_crf
 from ..model.loading import EMBEDDED_SIZE, load_embedded
 from ..model.roles import Backbone
 from ..prompts import parse, spans
+from ..scenes import advice
 from ..specs import RolloutSpec
 from .interrupts import one_interrupt
 from .render import memory_of, spec_of
@@ -90,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
     spec = spec_of(args, size=EMBEDDED_SIZE)
     spec = replace(spec, prompts=spans([prompt.time for prompt in prompts], spec.shape))
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    for told in {advice(prompt.text) for prompt in prompts} - {""}:
+        logging.warning("%s", told)
     if spec.few_anchors:
         logging.warning("%s", spec.few_anchors)
     try:

@@ -159,6 +159,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the prediction."""
     config = _config(args)
     resolution = _resolution(args, config)
+    if args.devices < 1:
+        raise ValueError(f"devices={args.devices} is below 1; use devices=1")
     if args.devices > MAX_DEVICES:
         raise ValueError(f"devices={args.devices} is above {MAX_DEVICES}; use devices={MAX_DEVICES} or fewer")
     spec = _spec(args, resolution)

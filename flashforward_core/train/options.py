@@ -142,6 +142,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="run eagerly")
 
 
+SEEDS = 1 << 20  # the loop's generators take 64 bits, 42 of them for step and process
+
+
 def check(args: argparse.Namespace) -> None:
     """Refuse what a step would only find out after minutes, or not at all."""
     for name in ("steps", "clips", "lr"):
@@ -160,6 +163,8 @@ def check(args: argparse.Namespace) -> None:
             )
         captioned_videos(args.data)
     _check_wan(args)
+    if not 0 <= args.seed < SEEDS:
+        raise ValueError(f"seed={args.seed} is outside 0 to {SEEDS - 1}; use seed=0")
     if args.scenes < 1:
         raise ValueError(f"scenes={args.scenes} is below 1; use scenes=4096")
     if not args.clip_latents >= 21:

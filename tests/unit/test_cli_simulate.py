@@ -120,6 +120,7 @@ def test_a_trace_is_written(tmp_path: Path) -> None:
     [
         (["--latent-frames", "0"], "latent_frames=0 is below 1"),
         (["--devices", "0"], "devices=0 is below 1"),
+        (["--devices", "-1"], "devices=-1 is below 1"),
         (["--devices", "99999999999"], "devices=99999999999 is above 64"),
         (["--latent-frames", "9999999999999999999999"], "is above 100000"),
         (["--seconds", "1e308"], "seconds=1e+308 is above"),

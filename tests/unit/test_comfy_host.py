@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts"))
 
-from comfy_host import Host, HostError, Server, free_port, open_line  # noqa: E402
+from comfy_host import Host, HostError, Server, free_port, main, open_line  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 
@@ -47,3 +47,17 @@ def test_the_open_editor_says_where_the_workflow_is() -> None:
         "http://x", ROOT / "workflows" / "quickstart.json"
     )
     assert "open the workflow that ran, mine.json" in open_line("http://x", Path("mine.json"))
+
+
+@pytest.mark.parametrize("text", [None, "# Words", "[1]", "[" * 100_000])
+def test_what_is_no_workflow_is_refused_before_set_up(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")  # set-up could not even start
+    file = tmp_path / "odd.json"
+    if text is not None:
+        file.write_text(text)
+    assert main(["run", str(file)]) == 1
+    told = capsys.readouterr()
+    assert f"cannot read the workflow {file}" in told.out + told.err
+    assert "workflows/quickstart.json" in told.out + told.err

@@ -8,6 +8,7 @@ from flashforward_core.scenes import (
     SKIES,
     Mover,
     SceneWords,
+    advice,
     far_hill_colour,
     near_hill_colour,
     parse_caption,
@@ -33,6 +34,8 @@ def test_every_drawn_scene_s_caption_is_read_back() -> None:
 )
 def test_other_text_is_no_caption(text: str) -> None:
     assert parse_caption(text) is None
+    assert "knows only captions such as" in advice(text)
+    assert advice("a red balloon drifts right over green hills at dusk") == ""
 
 
 def test_drawn_pixels_have_the_colours_that_the_functions_name() -> None:

@@ -71,6 +71,7 @@ def test_presets_that_are_off_are_named(tmp_path: Path, text: str, said: str) ->
     [
         (["sft", "--rebase", "2"], "rebase=2.0 is outside 0 to 1"),
         (["sft", "--rank", "-1"], "rank=-1 is below 0"),
+        (["vae", "--seed", "9" * 30], "seed=999999999999999999999999999999 is outside 0 to 1048575"),
         (["sft", "--latents", "200"], "latents=200 is outside 21 to 81"),
         (["vae", "--data", "."], "data=. is for base, sft and distill"),
         (["sft", "--data", "nowhere"], "data=nowhere is no folder"),
