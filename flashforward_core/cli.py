@@ -4,6 +4,7 @@ import argparse
 import importlib
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,12 @@ COMMANDS = {
 def cache_folder() -> Path:
     """Return the user's cache folder for this project; it may not exist yet."""
     home = os.environ.get("LOCALAPPDATA") if sys.platform == "win32" else os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "flashforward"
+    if home:
+        return Path(home) / "flashforward"
+    try:
+        return Path.home() / ".cache" / "flashforward"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / "flashforward"
 
 
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:

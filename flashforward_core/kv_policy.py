@@ -101,7 +101,10 @@ class FutureForcingOptions:
 
     def __post_init__(self) -> None:
         exempt = self.sink_frames + self.recent_frames
-        if min(self.sink_frames, self.recent_frames) < 0 or self.budget_frames <= exempt:
+        for name in ("sink_frames", "recent_frames"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} is below 0; use 3")
+        if self.budget_frames <= exempt:
             raise ValueError(
                 f"budget_frames={self.budget_frames} leaves no choice beside {self.sink_frames} sink and "
                 f"{self.recent_frames} recent frames; use at least {exempt + 1}"

@@ -37,6 +37,10 @@ def video_samples(samples: dict[str, Tensor]) -> Tensor:
         raise ValueError(f"samples has {channels} channels; Wan 2.1 latents have {LATENT_CHANNELS}")
     if batch != 1:
         raise ValueError(f"samples holds a batch of {batch} videos; this node takes 1: use Latent From Batch first")
+    if not tensor.numel():
+        raise ValueError(f"samples is empty {tuple(tensor.shape)}; connect Wavefront Render")
+    if not torch.isfinite(tensor).all():
+        raise ValueError("samples holds numbers that are not finite; look at what made it")
     return tensor
 
 

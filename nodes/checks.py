@@ -11,7 +11,23 @@ from functools import wraps
 from typing import Any
 
 from comfy_api.latest import io
+from torch import Tensor
 
+from flashforward_core.engine.rollout import Anchors, DevicePlan
+from flashforward_core.model.roles import Backbone
+
+from .sockets import AnchorsSocket, BackboneSocket, DevicesSocket, PlanSocket, PlanValue
+
+SOCKETS = {
+    BackboneSocket.io_type: Backbone,
+    PlanSocket.io_type: PlanValue,
+    AnchorsSocket.io_type: Anchors,
+    DevicesSocket.io_type: DevicePlan,
+    io.Image.io_type: Tensor,
+    io.Latent.io_type: dict,
+    io.Conditioning.io_type: list,
+}
+"""What comes through a socket; a client can send anything in a link's place."""
 FILES = ("backbone", "planner_lora", "renderer_lora", "lora")
 """Combos of files: what is there now may differ from what was listed, so the node itself looks."""
 
@@ -67,6 +83,9 @@ def of_type(entry: Any, value: Any) -> Any:
         raise ValueError(f"{shown} is neither true nor false; use {entry.id}={entry.default}")
     if isinstance(entry, io.String.Input | io.Combo.Input) and (not isinstance(value, str) or "\0" in value):
         raise ValueError(f"{shown} is not a text; use the value of the node's widget")
+    kind = SOCKETS.get(entry.get_io_type())
+    if kind is not None and value is not None and not isinstance(value, kind):
+        raise ValueError(f"{shown} is no {entry.get_io_type()}; connect a node to {entry.id}")
     return value
 
 

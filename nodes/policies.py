@@ -87,6 +87,9 @@ class KVPolicyNode(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, **inputs: Any) -> bool | str:
+        missing = [entry.id for entry in cls.define_schema().inputs if entry.id not in inputs]
+        if missing:
+            return f"{missing[0]} is missing; use the value of the node's widget"
         if None not in inputs.values():  # linked values are checked when the node runs
             policy_options(**inputs)  # a ValueError reaches the user once; a returned text once per input
         return True

@@ -1,5 +1,6 @@
 """What a plan will do: predicted by the core's simulation, for the page and in words."""
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,8 @@ from flashforward_core.specs import RolloutSpec
 
 from .devices import resolved
 from .sockets import PlanValue
+
+log = logging.getLogger(__name__)
 
 MAX_CHUNKS = 120
 """Longer videos are simulated this far and carried on at the same pace: the wavefront is steady long before."""
@@ -86,7 +89,11 @@ def fitted_cost(spec: RolloutSpec, *, model: str, devices: tuple[str, ...]) -> C
     resolution = next((name for name, known in RESOLUTIONS.items() if known == size), f"{size[0]}x{size[1]}")
     precision = "bf16" if devices[0].startswith("cuda") else "fp32"  # what Load Backbone's auto takes
     key = CostKey(device=names.pop(), model=model, resolution=resolution, precision=precision)
-    return load_cost(cache_folder() / "costs.json", key=key)
+    try:
+        return load_cost(cache_folder() / "costs.json", key=key)
+    except ValueError as error:  # a prediction without seconds is better than no plan
+        log.warning("%s", error)
+        return None
 
 
 def predict_plan(

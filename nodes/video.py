@@ -138,6 +138,8 @@ class DecodeVideo(io.ComfyNode):
         if vae is None and backbone is None:
             raise ValueError("vae and backbone are both unconnected; connect one of them to decode with")
         latents = video_samples(samples)
+        if (channels := getattr(vae, "latent_channels", latents.shape[1])) != latents.shape[1]:
+            raise ValueError(f"vae has {channels} latent channels, samples {latents.shape[1]}; use Wan 2.1's VAE")
         height, width = (side * SPATIAL_FACTOR for side in latents.shape[-2:])
         path, subfolder = new_path(filename_prefix, width=width, height=height)
         chunks = _decode_native(samples, vae) if vae is not None else _stream_embedded(samples, backbone)

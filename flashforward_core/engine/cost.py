@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from ..graph.passes import KV_SPACES, TaskCost
 from ..graph.task import ForwardTask, Kind, Role, Slot, Space
@@ -104,20 +103,19 @@ class CostKey:
     precision: str
 
 
-def _read_fits(path: Path) -> list[dict[str, Any]]:
+def _read_fits(path: Path) -> dict[CostKey, CostModel]:
     if not path.is_file():
-        return []
+        return {}
     try:
-        fits: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["fits"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        fits = json.loads(path.read_text(encoding="utf-8"))["fits"]
+        return {CostKey(**fit["key"]): CostModel(**fit["cost"]) for fit in fits}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not a file of fitted costs; name one that `bench latency --fit` wrote") from error
-    return fits
 
 
 def save_cost(path: Path, *, key: CostKey, cost: CostModel) -> None:
     """Store a fit in the JSON file at ``path``, in place of an earlier one of the same key."""
-    others = [fit for fit in _read_fits(path) if fit["key"] != asdict(key)]
-    fits = [*others, {"key": asdict(key), "cost": asdict(cost)}]
+    fits = [{"key": asdict(k), "cost": asdict(c)} for k, c in {**_read_fits(path), key: cost}.items()]
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"fits": fits}, indent=1) + "\n", encoding="utf-8")
@@ -126,13 +124,12 @@ def save_cost(path: Path, *, key: CostKey, cost: CostModel) -> None:
 
 def load_cost(path: Path, *, key: CostKey) -> CostModel | None:
     """Return the fit stored under ``key``, or None."""
-    found = [fit["cost"] for fit in _read_fits(path) if fit["key"] == asdict(key)]
-    return CostModel(**found[0]) if found else None
+    return _read_fits(path).get(key)
 
 
 def fitted_devices(path: Path, *, model: str, resolution: str, precision: str) -> tuple[str, ...]:
     """Return the names of the devices that have a fit for this work."""
-    keys = (CostKey(**fit["key"]) for fit in _read_fits(path))
+    keys = _read_fits(path)
     return tuple(
         key.device for key in keys if (key.model, key.resolution, key.precision) == (model, resolution, precision)
     )

@@ -123,6 +123,10 @@ def test_seconds_are_predicted_once_this_machine_has_been_measured(server: Serve
     path = server.data / "cache" / "flashforward" / "costs.json"
     key = CostKey(device=machine("cpu"), model="embedded", resolution="128x192", precision="fp32")
     assert plan(server)["totals"]["predicted_s"] is None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("no costs")
+    assert plan(server)["totals"]["predicted_s"] is None  # an odd file takes the seconds away, not the plan
+    path.unlink()
     save_cost(path, key=key, cost=CostModel(forward_s=0.5))
     try:
         assert plan(server)["totals"]["predicted_s"] == pytest.approx(123 * 0.5)  # one lane, forward after forward

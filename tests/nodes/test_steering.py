@@ -182,6 +182,10 @@ def test_a_start_image_reaches_the_render_through_the_anchors(client: Client, sm
     small["710"] = picture(4)
     with pytest.raises(RunError, match="start_image holds 4 pictures; use 1, or 4n"):
         client.run(small)
+    small["710"] = picture(1)
+    small["710"]["inputs"].update(width=1, height=5000)
+    with pytest.raises(RunError, match="start_image is 1x5000; use a picture more like 192x128"):
+        client.run(small)
 
 
 def test_a_finished_video_goes_on(client: Client, small: Json) -> None:

@@ -245,9 +245,13 @@ def test_fits_are_kept_by_what_they_were_measured_on(tmp_path: Path) -> None:
     assert fitted_devices(path, model="14B", resolution="480p", precision="bf16") == ()
 
 
-def test_a_broken_file_of_fits_names_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [b"[]", b"{", b"\xb9", b'{"fits": 5}', b'{"fits": [5]}', b'{"fits": [{"cost": 1}]}', b'{"fits": [{"key": 1}]}'],
+)
+def test_a_broken_file_of_fits_names_itself(text: bytes, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    path.write_text("[]", encoding="utf-8")
+    path.write_bytes(text)
     with pytest.raises(ValueError, match=r"costs\.json is not a file of fitted costs"):
         fitted_devices(path, model="1.3B", resolution="480p", precision="bf16")
 

@@ -7,7 +7,7 @@ import { makeRoom } from "./folding.js";
 export const TEXT = "$$node-text-preview";
 const STYLE = { font: 12, line: 16, above: 16, beside: 32, margin: 20, max: 200 }; // pixels, of the editor's style sheet
 const SPARE = 2; // browsers round lines up
-const FEW_LINES = 3; // which the editor's own place holds; nodes that show pictures say no more
+const FEW_LINES = 2; // which the editor's own place holds whole
 
 /** How many lines a text takes where lines break at any letter; `measure(text)` is its width in pixels. */
 export function countLines(text, width, measure) {
