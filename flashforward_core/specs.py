@@ -247,6 +247,11 @@ class RolloutSpec:
         cuts = [span.start for span in self.prompts if span.hard_cut and span.start <= start]
         return -(-max(cuts, default=0) // self.chunk_frames)
 
+    def scene_frames(self) -> tuple[int, ...]:
+        """Latent frames at which scenes after the first one begin: those of their first chunks."""
+        starts = {self.scene_start(chunk) for chunk in range(self.num_chunks)}
+        return tuple(self.chunk(chunk).start for chunk in sorted(starts) if chunk)
+
     @property
     def num_chunks(self) -> int:
         return -(-self.shape.latent_frames // self.chunk_frames)

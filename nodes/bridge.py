@@ -5,6 +5,7 @@ CONDITIONING is ``[[embedding [B, L, D], {...}], ...]``; the core takes one padd
 """
 
 import logging
+from typing import Any
 
 import comfy.latent_formats
 import torch
@@ -15,6 +16,8 @@ from flashforward_core.model.vae import denormalise, normalise
 from flashforward_core.specs import LATENT_CHANNELS
 
 log = logging.getLogger(__name__)
+SCENES = "flashforward_scenes"
+"""Key of a LATENT with the latent frames at which hard cuts begin scenes, and the length that this is true of."""
 
 
 def to_latent(latents_BCFHW: Tensor, backbone: Backbone) -> dict[str, Tensor]:
@@ -42,6 +45,13 @@ def video_samples(samples: dict[str, Tensor]) -> Tensor:
     if not torch.isfinite(tensor).all():
         raise ValueError("samples holds numbers that are not finite; look at what made it")
     return tensor
+
+
+def scene_starts(samples: dict[str, Any]) -> list[int]:
+    """Return where a LATENT's scenes begin, but the first; none for latents whose length has changed since."""
+    told = samples.get(SCENES)
+    known = told is not None and told["latent_frames"] == samples["samples"].shape[2]
+    return list(told["starts"]) if known else []
 
 
 def from_latent(samples: dict[str, Tensor], backbone: Backbone) -> Tensor:

@@ -10,10 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashforward_core.model.roles import Backbone
-from flashforward_core.model.vae import Preview, StreamingDecoder, VaeState
+from flashforward_core.model.vae import SETTLED_LATENTS, Preview, StreamingDecoder, VaeState
 from flashforward_core.specs import SPATIAL_FACTOR, TEMPORAL_FACTOR
-
-SETTLED_LATENTS = 4  # a still's colours no longer change by then
 
 
 class Look(Protocol):

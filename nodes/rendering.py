@@ -13,7 +13,7 @@ from flashforward_core.engine.ray_lanes import LaneLost
 from flashforward_core.engine.rollout import Anchors, render
 from flashforward_core.model.roles import Backbone
 
-from .bridge import from_latent, to_latent
+from .bridge import SCENES, from_latent, to_latent
 from .events import RolloutMonitor, check_cancel, show_text
 from .previews import look_of
 from .prompts import with_prompts
@@ -124,6 +124,8 @@ class Render(io.ComfyNode):
         if reused.forwards:
             text += f"\nreused {reused.chunks} of {spec.num_chunks} chunks; {reused.forwards} forwards saved"
         show_text(text, node_id=cls.hidden.unique_id)
-        samples = to_latent(result.latents_BCFHW, backbone)
+        samples: dict[str, Any] = to_latent(result.latents_BCFHW, backbone)
+        if scenes := spec.scene_frames():
+            samples[SCENES] = {"latent_frames": spec.shape.latent_frames, "starts": scenes}
         shown = {"text": [text], "sha256": [result.sha256], "reused_chunks": [reused.chunks]}
         return io.NodeOutput(samples, result.timeline, ui=shown)

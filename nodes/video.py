@@ -17,7 +17,7 @@ from flashforward_core.model.roles import Backbone
 from flashforward_core.model.vae import StreamingDecoder, normalise, to_uint8
 from flashforward_core.specs import SPATIAL_FACTOR, TEMPORAL_FACTOR
 
-from .bridge import from_latent, video_samples
+from .bridge import from_latent, scene_starts, video_samples
 from .events import Progress, check_cancel
 from .native_vae import streaming_decoder
 from .sockets import CATEGORY, BackboneSocket
@@ -28,15 +28,17 @@ LATENTS_AT_ONCE = 3  # decoded and encoded together: memory stays flat in the vi
 
 def _stream_embedded(samples: dict[str, Tensor], backbone: Backbone) -> Iterator[Tensor]:
     """Yield uint8 frames [F, H, W, 3], a few latent frames at a time."""
-    return _stream(StreamingDecoder(backbone.vae), from_latent(samples, backbone))
+    return _stream(StreamingDecoder(backbone.vae), from_latent(samples, backbone), starts=scene_starts(samples))
 
 
-def _stream(decoder: StreamingDecoder, latents_BCFHW: Tensor) -> Iterator[Tensor]:
-    """Yield uint8 frames [F, H, W, 3] of normalised latents."""
+def _stream(decoder: StreamingDecoder, latents_BCFHW: Tensor, *, starts: list[int]) -> Iterator[Tensor]:
+    """Yield uint8 frames [F, H, W, 3] of normalised latents; scenes begin at ``starts``, each on its own."""
     state = None
-    for part in latents_BCFHW.split(LATENTS_AT_ONCE, dim=2):
-        frames, state = decoder.decode(part, state)
-        yield frames[0]
+    for scene in latents_BCFHW.tensor_split(starts, dim=2):
+        state = None if state is None else decoder.still(scene[:, :, :1])
+        for part in scene.split(LATENTS_AT_ONCE, dim=2):
+            frames, state = decoder.decode(part, state)
+            yield frames[0]
 
 
 def _decode_native(samples: dict[str, Tensor], vae: Any) -> Iterator[Tensor]:
@@ -48,7 +50,7 @@ def _decode_native(samples: dict[str, Tensor], vae: Any) -> Iterator[Tensor]:
     decoder, begun = streaming_decoder(vae, latents), False
     if decoder is not None:
         try:
-            for frames in _stream(decoder, normalise(decoder.vae, latents)):
+            for frames in _stream(decoder, normalise(decoder.vae, latents), starts=scene_starts(samples)):
                 begun = True
                 yield frames
             return

@@ -154,11 +154,17 @@ def _kept(task: ForwardTask, state: LaneState, values: Values) -> PolicyState | 
 
 
 def decode(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Values, homes: Homes) -> dict[Slot, Any]:
-    """Turn one finished chunk into uint8 frames [B, F, H, W, 3] on the device, after the previous chunk's state."""
+    """Turn one finished chunk into uint8 frames [B, F, H, W, 3] on the device, after the previous chunk's state.
+
+    A new scene's first chunk, after a hard cut, waits for the previous one and takes nothing from it.
+    """
     assert state.decoder is not None, f"{state.lane.name} has no decoder"
     states = [values[slot] for slot in task.reads if slot.space is Space.VAE_STATE]
     before = [kept.moved_to(state.lane).on(state.lane) for kept in states]
     latents = _latents(task, inputs, state, values)
+    new_scene = task.index > 0 and inputs.spec.scene_start(task.index) == task.index
+    if new_scene:
+        before = [state.decoder.still(latents[:, :, :1])]
     frames, after = state.decoder.decode_in_place(latents, before[0] if before else None)
     made = {Space.FRAMES: frames, Space.VAE_STATE: after}
     return {slot: made[slot.space] for slot in task.writes}

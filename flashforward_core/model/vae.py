@@ -41,6 +41,9 @@ class VaeState:
         return VaeState(tuple(change(feature) for feature in self.features))
 
 
+SETTLED_LATENTS = 4  # a still's colours no longer change by then
+
+
 class Decoder(ABC):
     """Decodes normalised latents [B, C, F, h, w] as they come, with what it needs of the past in a state."""
 
@@ -56,6 +59,14 @@ class Decoder(ABC):
         """Like ``decode``, with the frames left on the autoencoder's device, so that nothing waits for it."""
         frames, after = self._decode(latents_BCFHW, state)
         return to_uint8(frames), after
+
+    def still(self, latent_BC1HW: Tensor) -> VaeState:
+        """Return the state after a latent frame that stood still for long enough to look like itself.
+
+        A scene that begins at a hard cut is decoded after it: else the last scene's frames would shine through.
+        """
+        _, after = self._decode(latent_BC1HW.expand(-1, -1, SETTLED_LATENTS, -1, -1), None)
+        return after
 
     def decode_float(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
         """Like ``decode``, with float32 frames in [0, 1], as ComfyUI's IMAGE has them."""

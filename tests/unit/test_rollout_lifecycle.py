@@ -185,6 +185,32 @@ def test_frames_come_in_order_and_equal_decoding_afterwards(
     assert torch.equal(torch.cat(list(stream_decode(whole, result.latents_BCFHW))), expected[0])
 
 
+def test_after_a_hard_cut_frames_are_those_of_their_own_scene(rig: Any, backbone: Backbone, vae: Any) -> None:
+    frames: list[Tensor] = []
+
+    def keep(event: Event) -> None:
+        if isinstance(event, FramesReady):
+            frames.append(event.frames)
+
+    prompts = (PromptSpan(), PromptSpan(start=7, prompt=1, hard_cut=True))  # chunks of 3: the scene begins at 9
+    spec = rig.spec(latent_frames=14, prompts=prompts)
+    assert spec.scene_frames() == (9,)
+    result = render(
+        replace(backbone, vae=vae),
+        spec,
+        rig.texts(),
+        devices=DevicePlan(devices=("cpu*2",)),
+        decode=True,
+        on_event=keep,
+    )
+    decoder = StreamingDecoder(vae)
+    first, second = result.latents_BCFHW.split([9, 5], dim=2)
+    before, carried = decoder.decode(first, None)
+    after, _ = decoder.decode(second, decoder.still(second[:, :, :1]))
+    assert torch.equal(torch.cat(frames, dim=1), torch.cat([before, after], dim=1))
+    assert not torch.equal(after, decoder.decode(second, carried)[0])
+
+
 def test_decoding_stops_when_cancelled(rig: Any, backbone: Backbone, vae: Any) -> None:
     def cancel() -> None:
         raise Cancelled
