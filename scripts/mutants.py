@@ -43,8 +43,8 @@ MUTANTS = (
     Mutant(
         name="an anchor too early in Γ",
         file="flashforward_core/graph/anchors.py",
-        right="min(RULES[plan.rule](plan, frames), count - size)",
-        wrong="min(RULES[plan.rule](plan, frames) - 1, count - size)",
+        right="min(RULES[plan.rule](plan, frames), among.stop - size)",
+        wrong="min(RULES[plan.rule](plan, frames) - 1, among.stop - size)",
         test="tests/unit/test_anchors.py",
     ),
     Mutant(

@@ -58,6 +58,18 @@ def test_a_run_writes_a_playable_mp4_with_its_workflow(first: Result, server: Se
     assert "FlashForwardRender" in info.metadata["prompt"]
 
 
+def test_nothing_of_a_scene_shines_through_a_hard_cut(client: Client, prompt: Json, server: Server) -> None:
+    """The cut after a second falls into latents 3 to 5; the scene begins with the next chunk, at video frame 21."""
+    day, night = "a red ball bounces over green hills at noon", "a blue boat drifts left over snowy hills at night"
+    change(prompt, "FlashForwardEncodePrompt", text=f"{day} [1s] | {night} [1s#]")
+    change(prompt, PLAN, anchor_stride=3)  # so that both scenes have anchors
+    (path,) = client.run(prompt).files(server.output)
+    light = [float(frame.mean()) for frame in read_frames(path)]
+    assert len(light) == NINE_LATENTS_FRAMES
+    assert light[20] - light[21] > 60  # of 255
+    assert abs(light[21] - light[-1]) < 10
+
+
 def test_progress_and_previews_reach_the_page(client: Client, prompt: Json, server: Server) -> None:
     forget(client)
     steps: dict[str, list[tuple[int, int]]] = {}
