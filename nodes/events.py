@@ -14,9 +14,11 @@ from typing import Any
 
 import comfy.model_management
 import comfy.utils
+import torch
 from PIL import Image
 from server import PromptServer
 from torch import Tensor
+from torch.nn import functional
 
 from flashforward_core.engine.events import AnchorBlockReady, ChunkReady, Event, TaskFinished, TaskSpan, Timeline
 from flashforward_core.engine.rollout import Reused
@@ -28,6 +30,7 @@ from .sockets import PlanValue
 PREVIEW_SIDE = 512  # pixels, at most
 THUMBNAIL_SIDE = 96  # pixels, at most
 PAGE_INTERVAL_S = 0.1  # at most ten messages a second
+BLOCKS_SHOWN = 3  # of anchors, on the node
 PREVIEW_INTERVAL_S = 0.25  # pictures cost the execution thread time
 
 
@@ -130,6 +133,12 @@ def _send(name: str, data: dict[str, Any]) -> None:
     PromptServer.instance.send_sync(name, data, PromptServer.instance.client_id)
 
 
+def _stacked(strips_HWC: Sequence[Tensor]) -> Tensor:
+    """Put strips of pictures one below the other; shorter ones are filled up with black."""
+    width = max(strip.shape[1] for strip in strips_HWC)
+    return torch.cat([functional.pad(strip, (0, 0, 0, width - strip.shape[1])) for strip in strips_HWC])
+
+
 class RolloutMonitor:
     """Shows a rollout's events on its node and on its plan's timeline: call it with each, on the execution thread.
 
@@ -159,6 +168,7 @@ class RolloutMonitor:
         self._ready = dict.fromkeys(self._of, 0)
         self._done, self._total = 0, 1
         self._picture: Tensor | None = None
+        self._anchors: list[Tensor] = []  # a strip of pictures per block
         self._pictures, self._texts = Gate(PREVIEW_INTERVAL_S), Gate(PAGE_INTERVAL_S)
         lanes = [{"name": f"lane{index}", "device": device} for index, device in enumerate(devices)]
         header = {"node": node_id, "plan": plan.node_id, "run": uuid.uuid4().hex, "lanes": lanes}
@@ -197,7 +207,11 @@ class RolloutMonitor:
         shown = range(len(frames)) if only is None else [only]
         for n in shown:
             self._feed.add_picture(kind, frame=frames[n], image=to_image(pictures[n]))
-        self._picture = pictures[shown[-1]]
+        if kind == "anchor":
+            self._anchors = [*self._anchors, torch.cat(tuple(pictures), dim=1)][-BLOCKS_SHOWN:]
+            self._picture = _stacked(self._anchors)
+        else:
+            self._picture = pictures[shown[-1]]
 
     def _show(self, *, now: bool = False) -> None:
         picture = None

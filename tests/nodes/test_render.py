@@ -70,6 +70,15 @@ def test_nothing_of_a_scene_shines_through_a_hard_cut(client: Client, prompt: Js
     assert abs(light[21] - light[-1]) < 10
 
 
+def test_a_blocks_anchors_are_shown_side_by_side(client: Client, prompt: Json) -> None:
+    forget(client)
+    change(prompt, PLAN, anchor_stride=3)  # anchors at 0, 3 and 6, in one block
+    previews: list[bytes] = []
+    client.run(prompt, on_progress=lambda *_: None, on_preview=previews.append)
+    shapes = {round(width / height, 1) for width, height in (Image.open(io.BytesIO(p)).size for p in previews)}
+    assert shapes == {1.5, 4.5}  # chunks of 192x128, and three of those in a row
+
+
 def test_progress_and_previews_reach_the_page(client: Client, prompt: Json, server: Server) -> None:
     forget(client)
     steps: dict[str, list[tuple[int, int]]] = {}
