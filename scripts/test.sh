@@ -49,5 +49,4 @@ say "mutants: planted defects that a test must notice"
 .venv/bin/python scripts/mutants.py
 
 say "tests"
-export OMP_NUM_THREADS=1  # two processes on two cores; more threads than cores are far slower
-exec .venv/bin/python -m pytest -q -m "not gpu" -n 2 --dist loadgroup "$@"
+exec .venv/bin/python -m pytest -q -m "not gpu" "$@"

@@ -23,14 +23,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests that share a server or a cluster in one process, one after another."""
-    for item in items:
-        if {"nodes", "browser", "cluster"} & set(item.path.parts):
-            item.add_marker(pytest.mark.xdist_group("servers"))
-
-
 class Rig:
     """Makes what the engine's tests run: weights, prompts, specs and orders."""
 
