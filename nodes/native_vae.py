@@ -5,8 +5,6 @@ from typing import Any
 
 import comfy.model_management
 import torch
-from diffusers import AutoencoderKLWan
-from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from torch import Tensor
 
 from flashforward_core.model.vae import StreamingDecoder
@@ -26,6 +24,9 @@ def streaming_decoder(vae: Any, samples_BCFHW: Tensor) -> StreamingDecoder | Non
     width = state.get(LAST_NORM)
     if width is None or getattr(vae, "latent_channels", None) != LATENT_CHANNELS or getattr(vae.patcher, "patches", {}):
         return None
+    from diffusers import AutoencoderKLWan
+    from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
+
     device, dtype = vae.device, vae.vae_dtype
     room = (
         vae.memory_used_decode(tuple(samples_BCFHW.shape), dtype)

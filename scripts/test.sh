@@ -49,4 +49,5 @@ say "mutants: planted defects that a test must notice"
 .venv/bin/python scripts/mutants.py
 
 say "tests"
+export OMP_NUM_THREADS=1  # with more, sums of other shapes may round otherwise, and shared cores are far slower
 exec .venv/bin/python -m pytest -q -m "not gpu" "$@"
