@@ -53,13 +53,13 @@ def _flash(
 def ragged_torch(
     q: Tensor, k: Tensor, v: Tensor, q_at: Tensor, k_at: Tensor, longest: tuple[int, int], scale: float
 ) -> Tensor:
-    """Attend sequence by sequence: the twin that is right everywhere."""
-    out = torch.zeros_like(q)
+    """Attend sequence by sequence, with logits in float32 at least, as flash attention has them; right everywhere."""
+    out, wide = torch.zeros_like(q), torch.promote_types(q.dtype, torch.float32)
     q_edges, k_edges = q_at.tolist(), k_at.tolist()
     for s in range(len(q_edges) - 1):
         rows, keys = slice(q_edges[s], q_edges[s + 1]), slice(k_edges[s], k_edges[s + 1])
-        logits = torch.einsum("thd,nhd->htn", q[rows], k[keys]) * scale
-        out[rows] = torch.einsum("htn,nhd->thd", logits.softmax(dim=-1), v[keys])
+        logits = torch.einsum("thd,nhd->htn", q[rows].to(wide), k[keys].to(wide)) * scale
+        out[rows] = torch.einsum("htn,nhd->thd", logits.softmax(dim=-1), v[keys].to(wide)).to(out.dtype)
     return out
 
 
