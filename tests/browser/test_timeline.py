@@ -100,7 +100,8 @@ def test_hovering_a_chunk_lights_up_what_it_reads(seen: Json) -> None:
 def test_a_run_fills_it_live(seen: Json) -> None:
     counts = seen["live"]
     assert all(before < after for before, after in pairwise(counts))
-    assert len(counts) > 3, counts  # not only when it has ended
+    # Not only when it has ended; how often in between depends on how busy the machine is.
+    assert any(0 < count < seen["ran"]["tasks"] for count in counts), counts
     assert seen["ran"]["measured"] == seen["ran"]["tasks"]
     assert seen["ran"]["states"] == ["done", "done"]
     assert seen["ran"]["pictures"] == 3

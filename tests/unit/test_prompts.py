@@ -101,7 +101,7 @@ def test_shares_of_the_video_are_times_too() -> None:
     assert found == (PromptSpan(), PromptSpan(start=41, prompt=1))  # 160.5 of 321: latent frame 41 begins with 161
 
 
-words = st.text(st.characters(exclude_characters="|[]\\"), min_size=1).map(str.strip).filter(bool)
+words = st.text(st.characters(codec="utf-8", exclude_characters="|[]\\"), min_size=1).map(str.strip).filter(bool)
 
 
 @given(parts=st.lists(st.tuples(words, st.integers(4, 40), st.booleans()), min_size=1, max_size=6), unit=st.booleans())
