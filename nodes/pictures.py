@@ -41,7 +41,7 @@ def encode_pictures(image: Tensor, *, name: str, shape: VideoShape, backbone: Ba
         try:
             return from_latent({"samples": vae.encode(frames)}, backbone).cpu()
         except ValueError as error:
-            raise ValueError(f"vae is not Wan 2.1's: what it makes of {name} does not fit ({error})") from error
+            raise ValueError(f"vae: what it makes of {name} does not fit ({error}); use Wan 2.1's VAE") from error
     if backbone.vae is None:
         raise ValueError("vae is unconnected and the backbone has none of its own; connect Load VAE with Wan's VAE")
     return encode_frames(backbone.vae, frames[None]).cpu()

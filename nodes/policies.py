@@ -89,7 +89,7 @@ class KVPolicyNode(io.ComfyNode):
     def validate_inputs(cls, **inputs: Any) -> bool | str:
         missing = [entry.id for entry in cls.define_schema().inputs if entry.id not in inputs]
         if missing:
-            return f"{missing[0]} is missing; use the value of the node's widget"
+            raise ValueError(f"{missing[0]} is missing; use the value of the node's widget")
         if None not in inputs.values():  # linked values are checked when the node runs
             policy_options(**inputs)  # a ValueError reaches the user once; a returned text once per input
         return True

@@ -111,11 +111,11 @@ class Render(io.ComfyNode):
                 check_cancel=check_cancel,
             )
         except LaneLost as error:
-            saved = finished.save(backbone, fps=spec.shape.fps, node_id=cls.hidden.unique_id)
+            saved = finished.save(backbone, spec, node_id=cls.hidden.unique_id)
             raise LaneLost(f"{error}; {saved}") from error
         except InterruptProcessingException:
             if long:  # hours of work, maybe: a cancel leaves a video that plays
-                saved = finished.save(backbone, fps=spec.shape.fps, node_id=cls.hidden.unique_id)
+                saved = finished.save(backbone, spec, node_id=cls.hidden.unique_id)
                 show_text(f"cancelled; {saved}", node_id=cls.hidden.unique_id)
             raise
         reused = result.reused

@@ -9,7 +9,7 @@ from torch import Tensor
 from flashforward_core.engine.events import ChunkReady, Event
 from flashforward_core.engine.rollout import stream_decode
 from flashforward_core.model.roles import Backbone
-from flashforward_core.specs import SPATIAL_FACTOR, TEMPORAL_FACTOR
+from flashforward_core.specs import SPATIAL_FACTOR, TEMPORAL_FACTOR, RolloutSpec
 
 from .bridge import to_latent
 from .events import Progress, check_cancel
@@ -37,22 +37,22 @@ class FinishedChunks:
             found.append(self._chunks[len(found)])
         return torch.cat(found, dim=2) if found else None
 
-    def save(self, backbone: Backbone, *, fps: float, node_id: str | None) -> str:
+    def save(self, backbone: Backbone, spec: RolloutSpec, *, node_id: str | None) -> str:
         """Write what ``leading`` returns and say where: a video that plays, or latents where nothing here decodes."""
         latents = self.leading()
         if latents is None:
             return "nothing was saved, since the first chunk was not finished"
         if backbone.vae is None or latents.shape[0] != 1:
             return _save_latents(to_latent(latents, backbone)["samples"])
-        return _save_video(backbone, latents, fps=fps, node_id=node_id)
+        return _save_video(backbone, latents, spec, node_id=node_id)
 
 
-def _save_video(backbone: Backbone, latents_BCFHW: Tensor, *, fps: float, node_id: str | None) -> str:
+def _save_video(backbone: Backbone, latents_BCFHW: Tensor, spec: RolloutSpec, *, node_id: str | None) -> str:
     height, width = (side * SPATIAL_FACTOR for side in latents_BCFHW.shape[-2:])
     path, subfolder = new_path(VIDEO_PREFIX, width=width, height=height)
-    chunks = stream_decode(backbone, latents_BCFHW, check_cancel=check_cancel)
+    chunks = stream_decode(backbone, latents_BCFHW, starts=spec.scene_frames(), check_cancel=check_cancel)
     total = TEMPORAL_FACTOR * (latents_BCFHW.shape[2] - 1) + 1
-    write_video(path, chunks, fps=fps, total=total, metadata={}, progress=Progress(node_id=node_id))
+    write_video(path, chunks, fps=spec.shape.fps, total=total, metadata={}, progress=Progress(node_id=node_id))
     return f"the first {total} frames are in output/{subfolder}/{path.name}"
 
 

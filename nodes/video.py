@@ -32,13 +32,8 @@ def _stream_embedded(samples: dict[str, Tensor], backbone: Backbone) -> Iterator
 
 
 def _stream(decoder: StreamingDecoder, latents_BCFHW: Tensor, *, starts: list[int]) -> Iterator[Tensor]:
-    """Yield uint8 frames [F, H, W, 3] of normalised latents; scenes begin at ``starts``, each on its own."""
-    state = None
-    for scene in latents_BCFHW.tensor_split(starts, dim=2):
-        state = None if state is None else decoder.still(scene[:, :, :1])
-        for part in scene.split(LATENTS_AT_ONCE, dim=2):
-            frames, state = decoder.decode(part, state)
-            yield frames[0]
+    for frames in decoder.stream(latents_BCFHW, starts=starts, at_once=LATENTS_AT_ONCE):
+        yield frames[0]
 
 
 def _decode_native(samples: dict[str, Tensor], vae: Any) -> Iterator[Tensor]:
@@ -58,6 +53,7 @@ def _decode_native(samples: dict[str, Tensor], vae: Any) -> Iterator[Tensor]:
             if begun:
                 raise
             log.warning("a part of the video is too large to decode at once; ComfyUI decodes it whole, in tiles")
+            decoder = None  # its weights make room
     yield from _decode_whole(latents, vae)
 
 
@@ -159,9 +155,8 @@ def new_path(prefix: str, *, width: int, height: int, suffix: str = ".mp4") -> t
         folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, output, width, height)
         path = Path(folder) / f"{name}_{counter:05}_{suffix}"
         with contextlib.suppress(FileNotFoundError):
-            path.with_suffix(
-                f".partial{suffix}"
-            ).stat()  # a name that is too long fails here, not after the first chunk
+            # A name that is too long fails here, not after the first chunk.
+            path.with_suffix(f".partial{suffix}").stat()
         inside = path.resolve().is_relative_to(Path(output).resolve())
     except Exception as error:  # ComfyUI raises a plain Exception for what leads out
         raise ValueError(f"filename_prefix={prefix[:80]!r} cannot be used ({error}); use video/FlashForward") from error

@@ -189,16 +189,22 @@ def progress_printer(prompt: Json) -> Progress:
     return show
 
 
+def read_workflow(file: Path) -> Json:
+    """Read a workflow's file; what is none raises ``RunError``."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"cannot read the workflow {file}: {error}; name a JSON file that the editor saved") from error
+    if not isinstance(found, dict):
+        raise RunError(f"cannot read the workflow {file}: it is no JSON object; name a file that the editor saved")
+    return found
+
+
 def load_workflow(
     client: Client, file: Path, *, prompt: str | None = None, seed: int | None = None
 ) -> tuple[Json, Json | None]:
     """Read a workflow in either form; return the server's form, and the editor's when there is one."""
-    try:
-        workflow = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"cannot read the workflow {file}: {error}") from error
-    if not isinstance(workflow, dict):
-        raise RunError(f"cannot read the workflow {file}: it is no JSON object")
+    workflow = read_workflow(file)
     if not is_editor_format(workflow):
         if prompt is not None or seed is not None:
             raise RunError("--prompt and --seed need a workflow as the editor saves it, not its API export")

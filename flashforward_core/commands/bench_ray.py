@@ -132,7 +132,8 @@ def _compare(bench: Bench, plans: dict[str, DevicePlan], *, pairs: int) -> None:
             print(f"{way}: {runs[way][-1].seconds:.3f} s", flush=True)
     lanes = plans[HERE].resolve()
     compiled = any(plans[HERE].fast.compiles(torch.device(name)) for name in lanes)
-    for several in (*runs.values(), *([] if compiled else [[one for way in runs.values() for one in way]])):
+    alike = list(runs.values()) if compiled else [[*runs[HERE], *runs[RAY]]]
+    for several in alike:
         if len(digests := {one.sha256 for one in several}) > 1:
             raise ValueError(f"latents differ between the runs: sha256 {', '.join(sorted(digests))}")
     _file(bench, runs, devices=",".join(plans[HERE].devices), lanes=len(lanes))

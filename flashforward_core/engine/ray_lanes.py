@@ -30,7 +30,6 @@ DIAL_S = 5.0
 STAY = ("RAY_gcs_rpc_server_reconnect_timeout_s", "1000000")  # else Ray ends this process a minute after its head died
 HEAD_TRIES = 5  # a head that is restarted may miss a few
 CORE = Path(__file__).resolve().parent.parent
-RUNTIME = {"py_modules": [str(CORE)]}  # the lanes run this very version
 CheckCancel = Callable[[], None]
 
 
@@ -59,11 +58,7 @@ def connect(address: str) -> Any:
 
     The connection is the process's: a second cluster raises ``ValueError``, and so does an address where none is.
     """
-    os.environ.setdefault(*STAY)
-    try:
-        import ray
-    except ImportError as error:
-        raise ValueError(f"ray_address={address!r} needs Ray; install it: pip install 'ray>=2.49,<3'") from error
+    ray = _imported(f"ray_address={address!r}")
     check_address(address)
     if ray.is_initialized() and not answers(ray.get_runtime_context().gcs_address):
         ray.shutdown()
@@ -74,20 +69,30 @@ def connect(address: str) -> Any:
         raise ValueError(f"ray_address={address!r} does not answer; run `ray start --head` there, or use auto")
     if known:
         raise ValueError(f"ray_address={address!r}, but this process is connected to {known}; use that, or start anew")
-    with _own_handlers():
-        try:
-            ray.init(
-                address=address,
-                runtime_env=RUNTIME,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-        except (ConnectionError, RuntimeError) as error:
-            raise ValueError(
-                f"ray_address={address!r} cannot be used ({_first_line(error)}); run `ray start` on this machine, "
-                "with the same Python and Ray as the cluster's"
-            ) from error
+    try:
+        _init(ray, address)
+    except (ConnectionError, RuntimeError) as error:
+        raise ValueError(
+            f"ray_address={address!r} cannot be used ({_first_line(error)}); run `ray start` on this machine, "
+            "with the same Python and Ray as the cluster's"
+        ) from error
     return ray
+
+
+def _imported(asked: str) -> Any:
+    os.environ.setdefault(*STAY)
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError(f"{asked} needs Ray; install it: pip install 'ray>=2.49,<3'") from error
+    return ray
+
+
+def _init(ray: Any, address: str, **options: Any) -> None:
+    """Connect; the lanes run this very version of the code."""
+    own = {"py_modules": [str(CORE)]}  # a new dict every time: Ray writes one cluster's addresses into it
+    with _own_handlers():
+        ray.init(address=address, runtime_env=own, log_to_driver=False, logging_level=logging.ERROR, **options)
 
 
 @contextlib.contextmanager
@@ -97,23 +102,10 @@ def local_cluster(*, gpus: int, store_bytes: int) -> Iterator[str]:
     ``store_bytes`` of memory hold what lanes are sent. A process that is connected to a cluster already raises
     ``ValueError``.
     """
-    os.environ.setdefault(*STAY)
-    try:
-        import ray
-    except ImportError as error:
-        raise ValueError("ray=local needs Ray; install it: pip install 'ray>=2.49,<3'") from error
+    ray = _imported("ray=local")
     if ray.is_initialized():
         raise ValueError("ray=local, but this process is connected to a cluster; use ray=auto")
-    with _own_handlers():
-        ray.init(
-            address="local",
-            num_gpus=gpus,
-            object_store_memory=store_bytes,
-            include_dashboard=False,
-            runtime_env=RUNTIME,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+    _init(ray, "local", num_gpus=gpus, object_store_memory=store_bytes, include_dashboard=False)
     try:
         yield ray.get_runtime_context().gcs_address
     finally:

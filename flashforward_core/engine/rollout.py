@@ -12,7 +12,6 @@ from ..graph.schedules import build_graph
 from ..graph.task import Slot, Space, TaskGraph
 from ..model.roles import Backbone
 from ..model.tiny_vae import decoder_for
-from ..model.vae import Decoder, VaeState
 from ..specs import RolloutSpec
 from .anchors import Anchors, check_anchors, plan_anchors, reseed
 from .budget import fit_run
@@ -186,26 +185,26 @@ def _given_chunks(inputs: RunInputs) -> dict[Slot, Tensor]:
 
 
 def stream_decode(
-    backbone: Backbone, latents_BCFHW: Tensor, *, check_cancel: CheckCancel | None = None
+    backbone: Backbone, latents_BCFHW: Tensor, *, starts: Sequence[int] = (), check_cancel: CheckCancel | None = None
 ) -> Iterator[Tensor]:
     """Yield video frames, uint8 [F, H, W, 3] on the CPU, one latent frame's at a time.
 
-    ``latents_BCFHW`` is normalised with B = 1; more raises ``ValueError``, so does a backbone without an autoencoder.
+    ``latents_BCFHW`` is normalised with B = 1, and its scenes after the first begin at ``starts``. More videos raise
+    ``ValueError``, so does a backbone without an autoencoder.
     """
     if backbone.vae is None:
         raise ValueError("the backbone has no autoencoder; load one, or decode the latents elsewhere")
     if latents_BCFHW.shape[0] != 1:
         raise ValueError(f"latents hold {latents_BCFHW.shape[0]} videos; decode one at a time")
-    return _decoded(decoder_for(backbone.vae), latents_BCFHW, check_cancel=check_cancel)
+    frames = decoder_for(backbone.vae).stream(latents_BCFHW, starts=starts)
+    return _unless_cancelled(frames, count=latents_BCFHW.shape[2], check_cancel=check_cancel)
 
 
-def _decoded(decoder: Decoder, latents: Tensor, *, check_cancel: CheckCancel | None) -> Iterator[Tensor]:
-    state: VaeState | None = None
-    for index in range(latents.shape[2]):
+def _unless_cancelled(frames: Iterator[Tensor], *, count: int, check_cancel: CheckCancel | None) -> Iterator[Tensor]:
+    for _ in range(count):
         if check_cancel is not None:
             check_cancel()
-        frames, state = decoder.decode(latents[:, :, index : index + 1], state)
-        yield frames[0]
+        yield next(frames)[0]
 
 
 def latents_sha256(latents: Tensor) -> str:

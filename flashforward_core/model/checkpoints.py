@@ -26,6 +26,7 @@ KEEP_FP32 = ("time_embedder", "scale_shift_table", "norm", "role_embedding")
 
 WAN_HEAD_DIM = 128  # of every Wan 2.1 model; a state dict does not tell it
 WAN_22 = re.compile(r"wan[-_. ]?2[-_. ]?2|(high|low)[-_. ]?noise", re.IGNORECASE)
+SECOND_EXPERT = "transformer_2"  # in diffusers' folders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,16 +226,17 @@ def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
 
 def read_checkpoint(path: Path, *, dtype: torch.dtype = torch.float32) -> Checkpoint:
     """Read a single-file checkpoint; ``dtype`` is that of quantised GGUF tensors."""
-    _refuse_wan_22(path, by_name=bool(WAN_22.search(path.name)))
+    _refuse_wan_22(path)
     state, _ = read_state(path, what=WHAT, dtype=dtype)
     return standardise(state, source=str(path))
 
 
-def _refuse_wan_22(path: Path, *, by_name: bool) -> None:
-    if by_name:
+def _refuse_wan_22(path: Path) -> None:
+    """Raise ``ValueError`` for what names, or a folder's second expert, tell: one expert's tensors are Wan 2.1's."""
+    if WAN_22.search(path.name) or path.name == SECOND_EXPERT or (path / SECOND_EXPERT).exists():
         raise ValueError(
-            f"{path} is Wan 2.2 by its name, two experts or a 48-channel model; use a 16-channel Wan 2.1 "
-            "text-to-video file"
+            f"{path} is Wan 2.2 by its name or its folders, two experts or a 48-channel model; use a 16-channel "
+            "Wan 2.1 text-to-video file"
         )
 
 
@@ -268,8 +270,7 @@ def load_checkpoint(
     with torch.inference_mode(False), torch.no_grad():
         if path.is_dir():
             folder = transformer_folder(path)
-            two_experts = (path / "transformer_2").exists() or path.name == "transformer_2"
-            _refuse_wan_22(path, by_name=two_experts or bool(WAN_22.search(path.name)))
+            _refuse_wan_22(path)
             config = read_config(folder / "config.json")
             found = standardise(read_shards(folder, what="the transformer")[0], source=str(folder))
         else:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .config import WanConfig
 from .files import fingerprint
 from .formats import read_state
-from .naming import DEEPEST, INFIXES, WRAPPERS, bare_name, module_table
+from .naming import INFIXES, WRAPPERS, bare_name, innermost, module_table
 from .transformer import CausalWanTransformer
 
 LORA_WRAPPERS = ("generator_lora", "lora_state_dict", "lora", *WRAPPERS)
@@ -87,7 +87,7 @@ def read_lora(path: Path, model: CausalWanTransformer) -> LoraFile:
     LoKr, …), one that matches nothing, or one for another width: each in one line.
     """
     state, metadata = read_state(path, what="a LoRA", dtype=torch.float32)
-    tensors = _unwrap(state)
+    tensors, _ = innermost(state, LORA_WRAPPERS)
     tensors.pop(ROLE_ROW, None)  # of this project's role LoRAs; no layer's update
     options = _options(path, metadata)
     modules, unmatched = _collect(tensors, module_table(model.config.num_layers), source=str(path))
@@ -110,15 +110,6 @@ def read_lora(path: Path, model: CausalWanTransformer) -> LoraFile:
         unmatched=tuple(unmatched),
         fingerprint=fingerprint([path]),
     )
-
-
-def _unwrap(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    for _ in range(DEEPEST):  # a file may hold itself
-        inner = next((state[w] for w in LORA_WRAPPERS if isinstance(state.get(w), Mapping)), None)
-        if inner is None:
-            break
-        state = inner
-    return {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, Tensor)}
 
 
 def _options(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -152,9 +143,8 @@ def _collect(
         if name is None:
             unmatched.append(key)
         else:
-            _store(
-                modules.setdefault(name, _Module(key=module)), part, _sound(tensor, key, source=source), source=source
-            )
+            sound = _sound(tensor, key, source=source)
+            _store(modules.setdefault(name, _Module(key=module)), part, sound, source=source)
     return modules, unmatched
 
 

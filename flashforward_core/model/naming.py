@@ -53,16 +53,22 @@ class Unwrapped:
     """Tensors of other models in the same file."""
 
 
+def innermost(state: Mapping[str, Any], wrappers: tuple[str, ...]) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the tensors inside trainers' dicts, and the keys that lead there; a file may hold itself."""
+    path: list[str] = []
+    while len(path) < DEEPEST and (found := next((w for w in wrappers if isinstance(state.get(w), Mapping)), None)):
+        state = state[found]
+        path.append(found)
+    kept = {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, Tensor)}
+    return kept, path
+
+
 def unwrap(state: Mapping[str, Any], *, wrappers: tuple[str, ...] = WRAPPERS) -> Unwrapped:
     """Take the tensors out of trainers' dicts and strip the prefixes of their names.
 
     Raises ``ValueError`` for two tensors of one bare name: which of them is meant, no name tells.
     """
-    path = []
-    while len(path) < DEEPEST and (found := next((w for w in wrappers if isinstance(state.get(w), Mapping)), None)):
-        state = state[found]
-        path.append(found)
-    tensors = {name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, Tensor)}
+    tensors, path = innermost(state, wrappers)
     whole = {name: value for name, value in tensors.items() if name.startswith(WHOLE)}
     kept, seen = {}, set()
     for name, value in (whole or tensors).items():

@@ -10,7 +10,7 @@ Shape letters: B batch, C channels, F frames, H height, W width (latent or pixel
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -67,6 +67,20 @@ class Decoder(ABC):
         """
         _, after = self._decode(latent_BC1HW.expand(-1, -1, SETTLED_LATENTS, -1, -1), None)
         return after
+
+    def stream(self, latents_BCFHW: Tensor, *, starts: Sequence[int] = (), at_once: int = 1) -> Iterator[Tensor]:
+        """Yield uint8 frames [B, F, H, W, 3] on the CPU, of at most ``at_once`` latent frames at a time.
+
+        Scenes begin at the latent frames ``starts``, of which those past the end do not count, each on its own.
+        """
+        state: VaeState | None = None
+        for scene in latents_BCFHW.tensor_split(list(starts), dim=2):
+            if not scene.shape[2]:
+                continue
+            state = None if state is None else self.still(scene[:, :, :1])
+            for part in scene.split(at_once, dim=2):
+                frames, state = self.decode(part, state)
+                yield frames
 
     def decode_float(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[Tensor, VaeState]:
         """Like ``decode``, with float32 frames in [0, 1], as ComfyUI's IMAGE has them."""

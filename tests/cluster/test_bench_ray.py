@@ -1,8 +1,6 @@
 """The comparison of Ray lanes with lanes of this process: what its figures mean, and that a run leaves them as rows."""
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from flashforward_core.commands.bench_ray import gaps
 from flashforward_core.commands.bench_rows import read_rows
 from flashforward_core.engine.events import TaskSpan
 
-pytest.importorskip("ray")
+ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.cpu
 
 
@@ -24,14 +22,10 @@ def test_gaps_are_between_neighbours_of_one_lane() -> None:
         assert sorted(gaps(order)) == [0.0, 0.5, 2.0]
 
 
-def test_both_ways_are_filed_with_their_ratio(tmp_path: Path) -> None:
+def test_both_ways_are_filed_with_their_ratio_and_the_cluster_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     words = ["bench", "ray", "--latents", "3", "--devices", "cpu*2", "--repeats", "2", "--json", str(path)]
-    # In a process of its own: the pack's code that a process gave to one cluster is not given to the next one.
-    done = subprocess.run(
-        [sys.executable, "-m", "flashforward_core", *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    assert main(words) == 0
     rows = {(row["metric"], row["config"].get("lanes", "")): row for row in read_rows(path)}
     here, there = (rows["rollout_s", way]["config"]["all_s"] for way in ("in_process", "ray"))
     ratios = sorted(b / a for a, b in zip(here, there, strict=True))
@@ -41,6 +35,12 @@ def test_both_ways_are_filed_with_their_ratio(tmp_path: Path) -> None:
     assert rows["ray_task_overhead_ms", ""]["value"] == pytest.approx(added_ms, abs=0.1)
     assert {way for metric, way in rows if metric == "task_gap_ms"} == {"in_process", "ray"}
     assert all(rows["processor_s", way]["value"] > 0 for way in ("in_process", "ray"))
+    assert not ray.is_initialized()
+
+
+def test_a_second_cluster_of_one_process_gets_the_code_too() -> None:
+    for _ in range(2):
+        assert main(["bench", "ray", "--latents", "1", "--devices", "cpu", "--repeats", "1"]) == 0
 
 
 def test_what_cannot_be_compared_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

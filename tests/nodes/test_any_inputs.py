@@ -131,12 +131,12 @@ def test_no_prefix_leads_out_of_the_output_folder(server: Server, object_info: J
     assert not list(server.output.parent.glob("outside*")) and not list(server.output.parent.parent.glob("outside*"))
 
 
-SOCKETS = ((PLAN, "backbone"), (PLAN, "devices"), (ANCHORS, "positive"), (ANCHORS, "plan"), (SET, "anchors"))
+SOCKETS = {PLAN: ("backbone", "devices", "kv_policy"), ANCHORS: ("positive", "plan"), SET: ("anchors",)}
 
 
 @pytest.mark.parametrize("value", [5, "x", {}])
 def test_a_value_in_the_place_of_a_link_is_refused_by_name(server: Server, object_info: Json, value: Any) -> None:
-    for node, name in SOCKETS:
+    for node, name in ((node, name) for node, names in SOCKETS.items() for name in names):
         prompt = base(object_info)
         prompt[node]["inputs"][name] = value
         with pytest.raises(RunError, match=rf"{name}=.* connect a node to {name}"):

@@ -327,13 +327,13 @@ def test_unknown_widths_and_wan_2_2_are_refused(weights: dict[str, Tensor], tmp_
     with pytest.raises(ValueError, match=r"odd.safetensors: the checkpoint is 48 wide, not a multiple of 128"):
         load_checkpoint(path)
     for name in ("wan2.2_t2v_14B.safetensors", "Wan2_2-T2V_HIGH_noise.safetensors", "t2v_low_noise.gguf"):
-        with pytest.raises(ValueError, match=r"Wan 2\.2 by its name"):
+        with pytest.raises(ValueError, match=r"Wan 2\.2 by its name or its folders"):
             load_checkpoint(tmp_path / name)
     for name in ("Wan2.2-T2V-A14B-Diffusers", "renamed"):
         for expert in ("transformer", "transformer_2"):
             (tmp_path / name / expert).mkdir(parents=True)
             (tmp_path / name / expert / "config.json").write_text(json.dumps(TINY.to_diffusers()))
-        with pytest.raises(ValueError, match=r"Wan 2\.2 by its name"):
+        with pytest.raises(ValueError, match=r"Wan 2\.2 by its name or its folders"):
             load_checkpoint(tmp_path / name)
 
 

@@ -60,4 +60,4 @@ def test_what_is_no_workflow_is_refused_before_set_up(
     assert main(["run", str(file)]) == 1
     told = capsys.readouterr()
     assert f"cannot read the workflow {file}" in told.out + told.err
-    assert "workflows/quickstart.json" in told.out + told.err
+    assert "that the editor saved" in told.out + told.err
