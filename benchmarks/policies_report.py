@@ -225,8 +225,9 @@ def speed(rows: Sequence[Row], out: Path) -> list[str]:
         f"chunk of {config['chunk_frames']} latent frames: {config['stages']} stages and a commit. One transformer "
         "block is measured and multiplied by their number (a dense cache of 3,000 frames would not fit otherwise); its "
         f"other layers run eagerly. Densities: {config['densities']}. TempCache holds 18 latent frames' worth at most. "
-        "Keys are sorted by bucket once per chunk, the chunk's own among them. Memory is the caches of all blocks with "
-        f"one block at work. {measured_on(found)}\n",
+        "One sorting of the keys by bucket per chunk is counted, the least that AnnSA needs; rollouts still sort at "
+        "every forward, so AnnSA and all three take longer there. Memory is the caches of all blocks with one block "
+        f"at work. {measured_on(found)}\n",
         table(["video frames cached", "attention", "ms per chunk", "speed-up", "GiB"], body),
         "![Milliseconds per chunk](policies_speed.png)\n",
         *(["All blocks, dense:\n", table(["video frames cached", "ms per chunk", "GiB"], whole)] if whole else []),
