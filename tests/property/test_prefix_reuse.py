@@ -55,11 +55,19 @@ def specs(draw: st.DrawFn) -> RolloutSpec:
 
 
 def first_chunk_that_depends(spec: RolloutSpec, anchor: int) -> int:
-    """The first chunk that reads the block of ``anchor`` or a later one, from Γ alone: a block sees those before."""
+    """The first chunk that reads the block of ``anchor`` or a later one of its scene: a block sees those before.
+
+    From Γ alone. A scene without anchors of its own reads those of the one before.
+    """
     assert spec.anchors is not None
-    start = anchor // spec.anchors.block_frames * spec.anchors.block_frames
+    positions = spec.anchor_positions()
+    (block,) = [block for block in spec.anchor_blocks() if anchor in block]
+    changed = {other for other in spec.scene_anchors(positions[anchor]) if other >= block[0]}
     for chunk in range(spec.num_chunks):
-        if max(anchors_for(spec.anchors, spec.chunk(chunk), spec.shape.latent_frames)) >= start:
+        frames = spec.chunk(chunk)
+        scene = spec.scene_anchors(frames.start)
+        scene = scene or spec.scene_anchors(positions[scene.start - 1])
+        if changed & set(anchors_for(spec.anchors, frames, spec.shape.latent_frames, scene=scene)):
             return chunk
     return spec.num_chunks
 
