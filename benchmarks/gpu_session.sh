@@ -71,6 +71,10 @@ part() {
             --metrics forward_ms attention_ms rollout_s lane_scaling forward_error --fit \
             --schedules flashforward self_forcing hiar --layouts auto prelude streaming --predict 2 4
         ;;
+    layouts) # launches, captures and first runs apart from later ones: why a layout takes longer than simulated
+        large_model "1.3B on two devices" 200 1.3B bf16 --attention cudnn $fa3 --latents 81 --devices ${both:-$one} \
+            --metrics rollout_s --layouts prelude interleaved --repeats 3
+        ;;
     short) # 5-second clips
         large_model "1.3B, 5 seconds" 90 1.3B bf16 --latents 21 --devices $one $both --metrics rollout_s \
             --schedules flashforward self_forcing hiar

@@ -191,10 +191,20 @@ def _one_rollout(bench: Bench, spec: RolloutSpec, *, devices: str, layout: str) 
     assert predicted.predicted_s is not None
     error = abs(measured_s - predicted.predicted_s) / measured_s
     bench.book.add("makespan_error", error, "ratio", **config, measured_s=measured_s, predicted_s=predicted.predicted_s)
+    _add_launches(bench, timed, **config)
     _add_peaks(bench, timed, graph=graph, spec=spec, placement=placement, **config)
     if bench.args.traces is not None:
         name = f"{bench.args.model}_{bench.attention}_{spec.schedule}_{latents}_{placement.layout}_{len(names)}"
         write_traces(bench.args.traces, name, measured=timed.result.timeline, simulated=predicted)
+
+
+def _add_launches(bench: Bench, timed: Timed, **config: Any) -> None:
+    """File how long the lanes' threads were launching forwards, all together, and what may have held them up."""
+    lanes = timed.result.timeline.launches
+    counts = {name: sum(getattr(lane, name) for lane in lanes) for name in ("eager", "recorded", "replayed")}
+    found = {"waited_s": sum(lane.waited_s for lane in lanes), "compilations": timed.compilations}
+    total = sum(lane.launching_s for lane in lanes)
+    bench.book.add("launching_s", total, "s", **config, **counts, **found, first_s=timed.first_s)
 
 
 def _add_peaks(

@@ -29,6 +29,22 @@ class TaskSpan:
     """Seconds since the run began."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Launches:
+    """How a lane's forwards were launched. On a CPU launching is the work itself."""
+
+    eager: int = 0
+    """Forwards launched piece by piece."""
+    recorded: int = 0
+    """Forwards launched piece by piece and recorded."""
+    replayed: int = 0
+    """Forwards repeated from a recording, by one launch."""
+    waited_s: float = 0.0
+    """Seconds that the lane's thread waited for the others' turns."""
+    launching_s: float = 0.0
+    """Seconds that it held its own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """What ran where and when, simulated or measured."""
@@ -46,6 +62,8 @@ class Timeline:
     """Most KV alive at once, per lane; empty when unknown."""
     peak_bytes: Mapping[str, int] = field(default_factory=dict)
     """Most memory in use on each device, by its name: predicted, or as its allocator measured; empty when unknown."""
+    launches: tuple[Launches, ...] = ()
+    """Per lane; empty when unknown."""
 
     def __post_init__(self) -> None:
         assert self.source in ("simulated", "measured"), self.source
@@ -65,6 +83,7 @@ class Timeline:
             "predicted_s": self.predicted_s,
             "peak_kv_bytes": list(self.peak_kv_bytes),
             "peak_bytes": dict(self.peak_bytes),
+            "launches": [asdict(lane) for lane in self.launches],
         }
 
     @classmethod
@@ -78,6 +97,7 @@ class Timeline:
             predicted_s=data["predicted_s"],
             peak_kv_bytes=tuple(data["peak_kv_bytes"]),
             peak_bytes=data.get("peak_bytes", {}),
+            launches=tuple(Launches(**lane) for lane in data.get("launches", ())),
         )
 
     def to_chrome_trace(self) -> dict[str, Any]:

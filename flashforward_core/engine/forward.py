@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import itertools
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ..kv.sparse import SparseForward
 from ..model.attention import AttentionBackend
 from ..model.compiled import compiled_parts
 from ..model.transformer import BlockParts, CausalWanTransformer, KVContext, TextContext
+from .events import Launches
 from .graphs import CudaRecorder, Inputs, Recordings, Rerun
 from .transfer import stream_for
 
@@ -88,6 +90,7 @@ class Forwarder:
         self._compiles = compiles
         self._recordings = recordings
         self._turn = turn or contextlib.nullcontext()
+        self.launches = Launches()
 
     def __call__(
         self,
@@ -106,20 +109,35 @@ class Forwarder:
         ``view`` is what ``LaneBanks.open`` gave; its own page is written. ``sparse`` attends, if given; what it skips
         depends on the values, so such a forward is not recorded.
         """
+        asked = time.perf_counter()
         with self._turn:
+            began = time.perf_counter()
             compute = partial(self._compute, task, text=text, sparse=sparse)
             inputs = Inputs(x_BCFHW, timestep_BF, frames)
-            return compute(inputs, view) if sparse is not None else self._run(task, inputs, compute, prompt, view)
+            eager = sparse is not None
+            v = self._eager(inputs, compute, view) if eager else self._run(task, inputs, compute, prompt, view)
+            self.launches.waited_s += began - asked
+            self.launches.launching_s += time.perf_counter() - began
+        return v
 
     def _run(self, task: ForwardTask, inputs: Inputs, compute: Callable[..., Tensor], prompt: int, view: Any) -> Tensor:
         recordings = self._recordings
         indexed = view.indexed() if recordings is not None and isinstance(view, BankView) else None
         if recordings is None or indexed is None:
-            return compute(inputs, view)
+            return self._eager(inputs, compute, view)
         kind = kind_of(task, view, prompt=prompt)
-        v = recordings.velocity(kind, inputs, indexed, compute) if recordings.pays(kind) else compute(inputs, view)
+        if recordings.pays(kind):
+            self.launches.replayed += recordings.has(kind)
+            self.launches.recorded += not recordings.has(kind)
+            v = recordings.velocity(kind, inputs, indexed, compute)
+        else:
+            v = self._eager(inputs, compute, view)
         recordings.count(kind)
         return v
+
+    def _eager(self, inputs: Inputs, compute: Callable[..., Tensor], view: Any) -> Tensor:
+        self.launches.eager += 1
+        return compute(inputs, view)
 
     def _compute(
         self, task: ForwardTask, inputs: Inputs, view: KVContext, *, text: TextContext, sparse: SparseForward | None

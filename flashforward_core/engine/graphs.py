@@ -147,6 +147,9 @@ class Recordings:
         self._left = Counter(uses)
         self._made: dict[Hashable, _Recording] = {}
 
+    def has(self, kind: Hashable) -> bool:
+        return kind in self._made
+
     def pays(self, kind: Hashable) -> bool:
         """Return whether to run ``kind`` through ``velocity``: it is recorded, or will run often enough."""
         return kind in self._made or self._left[kind] > MIN_REPLAYS

@@ -326,6 +326,7 @@ def _measured(graph: TaskGraph, *, placement: Placement, report: RunReport) -> T
         spans=report.spans,
         rounds=max((span.end_s for span in in_rounds), default=0.0),
         peak_kv_bytes=report.peak_kv_bytes,
+        launches=report.launches,
     )
 
 

@@ -19,7 +19,7 @@ from ..model.attention import resolve_attention
 from ..model.roles import Backbone
 from ..model.tiny_vae import decoder_for
 from .budget import Fit
-from .events import AnchorBlockReady, ChunkReady, Event, FramesReady, TaskFinished, TaskSpan
+from .events import AnchorBlockReady, ChunkReady, Event, FramesReady, Launches, TaskFinished, TaskSpan
 from .forward import FastOptions, Forwarders, kind_of
 from .lanes import Lane, LaneTensor
 from .offload import BlockStream, streamed
@@ -37,6 +37,8 @@ class RunReport:
     """In the order of their starts; lanes as in the placement."""
     peak_kv_bytes: tuple[int, ...]
     """Most bytes that each lane's banks had at once."""
+    launches: tuple[Launches, ...] = ()
+    """How each lane's forwards were launched; empty when unknown."""
     kept: Mapping[Slot, Tensor]
     """What was to be kept, on the CPU."""
     states: Mapping[Slot, LaneTensor] = field(default_factory=dict)
@@ -179,7 +181,10 @@ class Run:
     def report(self, spans: Sequence[TaskSpan]) -> RunReport:
         peaks = tuple(state.banks.peak_bytes + state.peak_policy_bytes for state in self.states)
         in_order = tuple(sorted(spans, key=lambda span: span.start_s))
-        return RunReport(spans=in_order, peak_kv_bytes=peaks, kept=self.kept, states=self.kept_states)
+        launches = tuple(state.forward.launches for state in self.states)
+        return RunReport(
+            spans=in_order, peak_kv_bytes=peaks, launches=launches, kept=self.kept, states=self.kept_states
+        )
 
     def free(self) -> None:
         """Drop latents, contexts and banks."""

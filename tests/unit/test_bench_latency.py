@@ -159,6 +159,14 @@ def test_the_command_measures_predicts_and_fits(tmp_path: Path) -> None:
     assert cost is not None and cost.forward_s > 0
     (error,) = (row for row in rows if row["metric"] == "makespan_error")
     measured, predicted = error["config"]["measured_s"], error["config"]["predicted_s"]
+    (launching,) = (row for row in rows if row["metric"] == "launching_s")
+    # 2 chunks of 4 stages and an anchor block of 4 stages and a commit; on a CPU nothing is recorded by default
+    assert {name: launching["config"][name] for name in ("eager", "recorded", "compilations")} == {
+        "eager": 13,
+        "recorded": 0,
+        "compilations": 0,
+    }
+    assert 0 < launching["value"] < by_source["measured"] <= launching["config"]["first_s"]
     assert error["value"] == pytest.approx(abs(measured - predicted) / measured) and measured > 0
     assert {path.suffix for path in tmp_path.glob("embedded_*")} == {".json"}
 

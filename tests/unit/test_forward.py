@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashforward_core.engine import forward
 from flashforward_core.engine import lanes as lanes_module
-from flashforward_core.engine.events import Event
+from flashforward_core.engine.events import Event, Launches
 from flashforward_core.engine.executor import run_placed
 from flashforward_core.engine.forward import FastOptions
 from flashforward_core.engine.graphs import MIN_REPLAYS, Inputs, Recordings, Rerun, or_rerun
@@ -28,11 +28,14 @@ from flashforward_core.specs import PromptSpan, RolloutSpec
 pytestmark = pytest.mark.cpu
 
 
-def run(rig: Any, spec: RolloutSpec, *, fast: FastOptions, lanes: int = 2) -> Tensor:
+def run(
+    rig: Any, spec: RolloutSpec, *, fast: FastOptions, lanes: int = 2, told: list[Launches] | None = None
+) -> Tensor:
+    """Return the video; ``told`` is given how the lanes launched their forwards."""
     events: list[Event] = []
     graph = build_graph(spec, decode=False)
     placement = place(graph, lanes=lanes_for(["cpu"] * lanes), layout="single" if lanes == 1 else "interleaved")
-    run_placed(
+    report = run_placed(
         graph,
         inputs=RunInputs(spec=spec_for(spec), texts=rig.texts()),
         backbone=rig.backbone(),
@@ -41,6 +44,8 @@ def run(rig: Any, spec: RolloutSpec, *, fast: FastOptions, lanes: int = 2) -> Te
         fast=fast,
         poison=True,
     )
+    if told is not None:
+        told.extend(report.launches)
     return rig.video(events)
 
 
@@ -70,8 +75,12 @@ def test_replayed_forwards_give_the_same_bytes(rig: Any, replays: Counter[str], 
     spec = rig.spec(schedule, latent_frames=30)
     expected = run(rig, spec, fast=FastOptions(graphs="off"), lanes=lanes)
     assert not replays
-    assert torch.equal(run(rig, spec, fast=FastOptions(graphs="on"), lanes=lanes), expected)
+    told: list[Launches] = []
+    assert torch.equal(run(rig, spec, fast=FastOptions(graphs="on"), lanes=lanes, told=told), expected)
     assert replays["replayed"] > 2 * replays["recorded"] > 0
+    counts = {name: sum(getattr(lane, name) for lane in told) for name in ("replayed", "recorded")}
+    assert (len(told), counts) == (lanes, replays)
+    assert sum(counts.values()) + sum(lane.eager for lane in told) == build_graph(spec, decode=False).counts()["total"]
 
 
 def test_a_new_prompt_needs_a_recording_of_its_own(rig: Any, replays: Counter[str]) -> None:

@@ -17,7 +17,7 @@ from flashforward_core.engine.cost import (
     save_cost,
     slot_frames,
 )
-from flashforward_core.engine.events import LaneInfo, TaskSpan, Timeline
+from flashforward_core.engine.events import LaneInfo, Launches, TaskSpan, Timeline
 from flashforward_core.engine.placement import LAYOUTS, Placement, lanes_for, place, stage_groups
 from flashforward_core.engine.simulate import simulate
 from flashforward_core.graph.schedules import SCHEDULES, build_graph, planner_graph, spec_for
@@ -265,6 +265,7 @@ def test_a_timeline_survives_json_and_is_the_contract_s() -> None:
         predicted_s=0.9,
         peak_kv_bytes=(7,),
         peak_bytes={"cuda:0": 9},
+        launches=(Launches(eager=5, recorded=1, replayed=4, waited_s=0.25, launching_s=0.5),),
     )
     data = json.loads(json.dumps(timeline.to_json()))
     assert data == {
@@ -275,6 +276,7 @@ def test_a_timeline_survives_json_and_is_the_contract_s() -> None:
         "predicted_s": 0.9,
         "peak_kv_bytes": [7],
         "peak_bytes": {"cuda:0": 9},
+        "launches": [{"eager": 5, "recorded": 1, "replayed": 4, "waited_s": 0.25, "launching_s": 0.5}],
     }
     assert Timeline.from_json(data) == timeline
 
