@@ -87,7 +87,7 @@ def _vae(args: argparse.Namespace, accelerator: Accelerator) -> None:
     vae = new_vae() if args.init is None else load_vae(args.init, device)
     if args.decoder_only:
         freeze_encoder(vae)
-    loss = VaeLoss(even=EVEN) if args.decoder_only else VaeLoss()
+    loss = VaeLoss(even=EVEN if args.decoder_only else 0.0, box=args.box_weight)
     pool = ClipPool(_seeds(args.scenes, accelerator), chosen[-1][1] + 16, device=device)
     vae = train_vae(
         vae,

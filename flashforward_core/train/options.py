@@ -116,6 +116,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scenes", type=int, default=4096, help="procedural scenes to train on")
     parser.add_argument("--held-out", type=int, default=512, help="scenes that the autoencoder is measured on")
     parser.add_argument("--decoder-only", action="store_true", help="vae: keep --init's encoder; even the frames out")
+    parser.add_argument(
+        "--box-weight", type=float, default=1.0, metavar="W", help="vae: errors in the sprites' boxes count W times (1)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-s", type=float, default=math.inf, help="stop after this many seconds of training")
     parser.add_argument(
@@ -156,6 +159,10 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"lr={args.lr} is not finite; use lr=1e-4")
     if args.decoder_only and (args.step != "vae" or args.init is None):
         raise ValueError("decoder_only=True is for train vae with --init; name the autoencoder whose encoder to keep")
+    if not 1 <= args.box_weight < math.inf:
+        raise ValueError(f"box_weight={args.box_weight} is below 1 or not finite; use box_weight=8, or 1 for none")
+    if args.box_weight > 1 and args.step != "vae":
+        raise ValueError(f"box_weight={args.box_weight} is for train vae; leave it out for train {args.step}")
     if args.data is not None:
         if args.step == "vae":
             raise ValueError(

@@ -145,10 +145,18 @@ def render_scene(scene: Scene, frames: int, *, device: str | torch.device = "cpu
     return image * 2 - 1, torch.stack(masks)
 
 
-def render_batch(scenes: Sequence[Scene], frames: int, *, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor]:
-    """Draw several scenes: video [B, 3, F, H, W] in -1..1 and the union of the sprites [B, 1, F, H, W]."""
-    drawn = [render_scene(scene, frames, device=device) for scene in scenes]
-    return torch.stack([video for video, _ in drawn]), torch.stack([m.amax(0, keepdim=True) for _, m in drawn])
+def sprite_boxes(masks_SFHW: Tensor, *, least: float = 0.1) -> Tensor:
+    """Return where the boxes around the visible sprites are, [F, H, W] bool: their details and edges lie within."""
+    shown = masks_SFHW > least
+    rows, columns = shown.any(3, keepdim=True), shown.any(2, keepdim=True)
+    return (_between(rows, dim=2) & _between(columns, dim=3)).any(0)
+
+
+def _between(marks: Tensor, *, dim: int) -> Tensor:
+    """Mark everything from the first to the last mark along ``dim``."""
+    begun = marks.int().cummax(dim).values
+    to_come = marks.flip(dim).int().cummax(dim).values.flip(dim)
+    return (begun & to_come).bool()
 
 
 def classify_colours(video_CFHW: Tensor, masks_SFHW: Tensor, *, min_pixels: float = 60.0) -> list[list[str | None]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flashforward_core.scenes import sample_scene
 from flashforward_core.specs import TEMPORAL_FACTOR
 from flashforward_core.train.loop import LoopConfig, train
-from flashforward_core.train.synthetic import classify_colours, render_batch, render_scene
+from flashforward_core.train.synthetic import classify_colours, render_scene, sprite_boxes
 from flashforward_core.train.vae_whole import decode_whole, encode_moments_whole
 
 log = logging.getLogger(__name__)
@@ -39,22 +39,22 @@ class ClipPool:
 
     def __init__(self, seeds: Sequence[int], frames: int, *, device: torch.device) -> None:
         self.video = torch.empty(len(seeds), 3, frames, 128, 192, dtype=torch.uint8, device=device)
-        self.mask = torch.empty(len(seeds), 1, frames, 128, 192, dtype=torch.bool, device=device)
+        self.marks = torch.empty(len(seeds), 1, frames, 128, 192, dtype=torch.uint8, device=device)
         for row, seed in enumerate(seeds):
-            video, mask = render_batch([sample_scene(seed, anytime=True)], frames, device=device)
-            self.video[row] = ((video[0] + 1) * 127.5).round().clamp(0, 255).byte()
-            self.mask[row] = mask[0] > 0.1
+            video, masks = render_scene(sample_scene(seed, anytime=True), frames, device=device)
+            self.video[row] = ((video + 1) * 127.5).round().clamp(0, 255).byte()
+            self.marks[row, 0] = sprite_boxes(masks).byte() + (masks.amax(0) > 0.1).byte()
 
     def sample(self, count: int, frames: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return video [B, 3, F, H, W] in -1..1 and the sprites' pixels [B, 1, F, H, W]."""
+        """Return video [B, 3, F, H, W] in -1..1 and marks [B, 1, F, H, W]: 1 in the sprites' boxes, 2 on sprites."""
         clips, _, length = self.video.shape[:3]
         device = self.video.device
         rows = torch.randint(clips, (count, 1), generator=generator, device=device)
         starts = torch.randint(length - frames + 1, (count, 1), generator=generator, device=device)
         times = starts + torch.arange(frames, device=device)
         video = self.video.transpose(1, 2)[rows, times].transpose(1, 2)
-        mask = self.mask.transpose(1, 2)[rows, times].transpose(1, 2)
-        return video.float() / 127.5 - 1, mask.float()
+        marks = self.marks.transpose(1, 2)[rows, times].transpose(1, 2)
+        return video.float() / 127.5 - 1, marks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +68,18 @@ class VaeLoss:
     mse: float = 4.0
     gradient: float = 0.5
     sprite: float = 4.0
+    box: float = 1.0
+    """How many times the pixels in the boxes around the sprites count, on top of what the sprites themselves do."""
     first_frame: float = 8.0
     kl: float = 3e-5
     even: float = 0.0
     """Weight of frames' differences in dB, where better ones give way to worse ones (``by_place_and_age``)."""
+
+    def pixels(self, marks: Tensor) -> Tensor:
+        """Return each pixel's weight, 1 on average, from marks [B, 1, F, H, W] as of ``ClipPool.sample``."""
+        weight = (1 + self.sprite * (marks == 2)) * torch.where(marks > 0, self.box, 1.0)
+        weight[:, :, 0] *= self.first_frame
+        return weight / weight.mean()
 
 
 SETTLED = (4, 5, 6, 7, 9, 12, 18, 25)
@@ -103,8 +111,8 @@ class VaeStep(nn.Module):
         self.autocast = autocast
         self.register_buffer("differences", torch.zeros(len(SETTLED), TEMPORAL_FACTOR))
 
-    def forward(self, video: Tensor, mask: Tensor, noise: Tensor) -> dict[str, Tensor]:
-        """Return the losses; ``noise`` [B, 16, f, h, w] samples the posterior."""
+    def forward(self, video: Tensor, marks: Tensor, noise: Tensor) -> dict[str, Tensor]:
+        """Return the losses; ``marks`` as of ``ClipPool.sample``, ``noise`` [B, 16, f, h, w] samples the posterior."""
         w = self.weights
         with torch.autocast(video.device.type, torch.bfloat16, enabled=self.autocast):
             moments = encode_moments_whole(self.vae, video, as_conv2d=self.as_conv2d)
@@ -113,17 +121,16 @@ class VaeStep(nn.Module):
             z = mean + torch.exp(0.5 * log_var) * noise
             out = decode_whole(self.vae, z, as_conv2d=self.as_conv2d).float()
         kl = 0.5 * (mean**2 + log_var.exp() - 1 - log_var).mean()
-        weight = 1 + w.sprite * mask
-        weight[:, :, 0] *= w.first_frame
+        weight = w.pixels(marks)
         error = out - video
-        weight = weight / weight.mean()
         rows = (out.diff(dim=3) - video.diff(dim=3)).abs().mean()
         columns = (out.diff(dim=4) - video.diff(dim=4)).abs().mean()
         loss = (weight * (error.abs() + w.mse * error**2)).mean() + w.gradient * (rows + columns)
         if w.even > 0:
             loss = loss + w.even * self._unevenness(error)
         mse = (error**2).mean()
-        sprite_mse = (error**2 * mask).sum() / (3 * mask.sum()).clamp(min=1)
+        sprite = marks == 2
+        sprite_mse = (error**2 * sprite).sum() / (3 * sprite.sum()).clamp(min=1)
         return {
             "loss": loss + w.kl * kl,
             "psnr": decibels(mse),
@@ -169,9 +176,9 @@ def train_vae(
         step = VaeStep(vae, loss, as_conv2d=as_conv2d, autocast=cuda)
 
         def batch(generator: torch.Generator, _: int, stage: VaeStage = stage) -> tuple[Tensor, ...]:
-            video, mask = pool.sample(stage.batch, stage.frames, generator)
+            video, marks = pool.sample(stage.batch, stage.frames, generator)
             size = (stage.batch, 16, (stage.frames - 1) // 4 + 1, 16, 24)
-            return video, mask, torch.randn(size, generator=generator, device=accelerator.device)
+            return video, marks, torch.randn(size, generator=generator, device=accelerator.device)
 
         config = LoopConfig(
             out=out / f"stage{number}", steps=stage.steps, lr=stage.lr, max_s=stage.max_s, seed=seed + number
@@ -204,22 +211,23 @@ def encode_mean(vae: AutoencoderKLWan, video: Tensor) -> Tensor:
 def evaluate_vae(
     vae: AutoencoderKLWan, seeds: Sequence[int], *, frames: int, device: torch.device
 ) -> dict[str, object]:
-    """Reconstruct held-out clips in float32 and report PSNR overall, per frame, in the sprites, and colour classes.
+    """Reconstruct held-out clips in float32; report PSNR overall, per frame, on sprites and their boxes; colours too.
 
     Each frame's PSNR is the mean over the clips in dB; the same clips make every mean, so their differences are the
     autoencoder's and not the clips'.
     """
     per_frame = torch.zeros(frames, device=device)
-    sprite_error, sprite_pixels, right, seen = 0.0, 0.0, 0, 0
+    places = {"sprite": [0.0, 0.0], "box": [0.0, 0.0]}  # squared error, values
+    right, seen = 0, 0
     for seed in seeds:
         scene = sample_scene(seed, anytime=True)
         video, masks = render_scene(scene, frames, device=device)
         out = decode_whole(vae, encode_mean(vae, video.unsqueeze(0)))[0].clamp(-1, 1)
         error = (out - video) ** 2
         per_frame += decibels(error.mean((0, 2, 3))) / len(seeds)
-        box = masks.amax(0) > 0.1
-        sprite_error += float((error * box).sum())
-        sprite_pixels += 3 * float(box.sum())
+        for name, place in (("sprite", masks.amax(0) > 0.1), ("box", sprite_boxes(masks))):
+            places[name][0] += float((error * place).sum())
+            places[name][1] += 3 * float(place.sum())
         for sprite, names in zip(scene.sprites, classify_colours(out, masks), strict=True):
             right += sum(name == sprite.colour for name in names)
             seen += sum(name is not None for name in names)
@@ -228,7 +236,7 @@ def evaluate_vae(
         "clips": len(seeds),
         "frames": frames,
         "psnr": float(per_frame.mean()),
-        "sprite_psnr": float(decibels(torch.tensor(sprite_error / max(1.0, sprite_pixels)))),
+        **{f"{name}_psnr": float(decibels(torch.tensor(e / max(1.0, n)))) for name, (e, n) in places.items()},
         "psnr_per_frame": [round(p, 3) for p in per_frame.tolist()],
         "psnr_spread_from_13": float(settled.max() - settled.min()),
         "colour_right": right / max(1, seen),

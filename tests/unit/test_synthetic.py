@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashforward_core.scenes import COLOURS, HEIGHT, KINDS, MOTIONS, WIDTH, Scene, Sprite, sample_scene
-from flashforward_core.train.synthetic import classify_colours, render_scene, sprite_path
+from flashforward_core.train.synthetic import classify_colours, render_scene, sprite_boxes, sprite_path
 
 pytestmark = pytest.mark.cpu
 
@@ -89,3 +89,17 @@ def test_the_scene_moves_on_with_its_time() -> None:
     later = replace(scene(sprite()), time_s=2.0)
     shifted, _ = render_scene(later, 4)
     torch.testing.assert_close(shifted, longer[:, 16:20], rtol=0, atol=1e-3)  # float32 times differ in the last bit
+
+
+def test_boxes_hold_sprites_with_their_edges_and_nothing_far_from_them() -> None:
+    """A red ball of radius 15 and a blue one elsewhere: two squares, one per sprite, where it is visible."""
+    drawn = scene(sprite(), sprite(colour="blue", motion="drifts left", phase=0.0))
+    _, masks = render_scene(drawn, 3)
+    boxes = sprite_boxes(masks)
+    assert bool((boxes >= (masks.amax(0) > 0.1)).all())
+    for mask, frame in ((masks[0], 0), (masks[0], 2)):
+        rows, columns = ((mask[frame] > 0.1).any(dim).nonzero().flatten() for dim in (1, 0))
+        top, bottom, left, right = rows[0], rows[-1], columns[0], columns[-1]
+        assert bool(boxes[frame, top : bottom + 1, left : right + 1].all()) and int(bottom - top) in range(29, 34)
+    assert not bool(sprite_boxes(masks[:1])[2, :, int(columns[-1]) + 1 :].any())  # of the first one alone
+    assert not bool(sprite_boxes(torch.zeros(1, 2, HEIGHT, WIDTH)).any())

@@ -73,6 +73,8 @@ def test_presets_that_are_off_are_named(tmp_path: Path, text: str, said: str) ->
         (["sft", "--rank", "-1"], "rank=-1 is below 0"),
         (["vae", "--seed", "9" * 30], "seed=999999999999999999999999999999 is outside 0 to 1048575"),
         (["sft", "--latents", "200"], "latents=200 is outside 21 to 81"),
+        (["vae", "--box-weight", "0.5"], "box_weight=0.5 is below 1 or not finite; use box_weight=8"),
+        (["sft", "--box-weight", "8"], "box_weight=8.0 is for train vae; leave it out for train sft"),
         (["vae", "--data", "."], "data=. is for base, sft and distill"),
         (["sft", "--data", "nowhere"], "data=nowhere is no folder"),
         (["base", "--lr", "0"], "lr=0.0 is not above 0; use lr=0.001"),

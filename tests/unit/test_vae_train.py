@@ -54,6 +54,23 @@ def test_better_frames_give_way_to_worse_ones() -> None:
     assert pull[13] == pull.min()
 
 
+def test_errors_in_boxes_count_as_often_as_asked() -> None:
+    """Sprites count five times, boxes eight times on top of that, the first frame eight times; 1 on average."""
+    marks = torch.tensor([0, 1, 2], dtype=torch.uint8).view(1, 1, 1, 1, 3).expand(1, 1, 2, 1, 3)
+    first, second = VaeLoss(box=8.0).pixels(marks)[0, 0, :, 0]
+    torch.testing.assert_close(second / second[0], torch.tensor([1.0, 8.0, 40.0]))
+    torch.testing.assert_close(first / second, torch.full((3,), 8.0))
+    assert torch.cat((first, second)).mean().item() == pytest.approx(1.0)
+    assert VaeLoss().pixels(marks)[0, 0, 1, 0, 1] == VaeLoss().pixels(marks)[0, 0, 1, 0, 0]
+
+
+def test_a_pool_marks_sprites_within_their_boxes() -> None:
+    pool = ClipPool(range(2), 2, device=torch.device("cpu"))
+    _, marks = pool.sample(4, 1, torch.Generator().manual_seed(0))
+    counts = [(marks == mark).sum().item() for mark in range(3)]
+    assert counts[0] > counts[2] > counts[1] > 0 and marks.shape == (4, 1, 1, 128, 192)
+
+
 def test_a_frozen_encoder_keeps_its_latents_and_the_decoder_learns(tmp_path: Path) -> None:
     torch.manual_seed(0)
     vae = new_vae()
