@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Trains on one GPU within a time limit, each step with seconds of its own, and leaves what each step gave at once:
+#   bash benchmarks/train_session.sh OUT [SECONDS]
+# OUT gets at most eight files of at most 14 MiB; SECONDS is the limit for all (570). PART chooses:
+#   distill (default)  quality of the shipped model, a short training of the base as teacher, distillation, quality after it:
+#                      before.json, after.json, comparison.txt, and the new model in parts
+#   ablate             scripts/ablate_training.sh: ablation_*.json, ablation.txt
+#   vae                the decoder, with the sprites' boxes counting more: vae_before.json, vae_after.json, the autoencoder
+# A model in parts is a folder like flashforward_core/assets: cat OUT/distilled.tar.* | tar -x, then bench quality --assets distilled.
+# TESTS: GPU tests to run first, as pytest's -k (none). PYTHON chooses the interpreter; COMMIT what rows say was measured.
+# BEFORE_S, BASE_S, DISTILL_S, AFTER_S and VAE_S are the steps' seconds, QUALITY, BASE, DISTILL, ABLATE_STEPS and VAE their
+# options; those of train are added to what is written here and go first. MEASURED is how many clips measure the autoencoder.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out="$(mkdir -p "${1:?where to write}" && cd "$1" && pwd)"
+limit="${2:-570}"
+python="${PYTHON:-python3}"
+assets=flashforward_core/assets
+commit="${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}"
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+exec > >(tee -a "$out/log.txt") 2>&1
+
+# guarded NAME SECONDS COMMAND...: runs a command for at most so long, and no longer than the session lasts but for 15 s. It
+# is interrupted first, and killed ten seconds later.
+guarded() {
+    local name="$1" most="$2" began=$SECONDS left=$((limit - SECONDS - 15)) status
+    shift 2
+    [ "$most" -gt "$left" ] && most="$left"
+    if [ "$most" -lt 5 ]; then
+        echo "FAILED $name: no time left"
+        return 1
+    fi
+    echo "== $name (at most $most s)"
+    timeout --signal=INT --kill-after=10 "$most" "$@"
+    status=$?
+    [ "$status" -ne 0 ] && echo "FAILED $name: status $status"
+    echo "== $name: status $status after $((SECONDS - began)) s"
+    return "$status"
+}
+
+core() { # NAME SECONDS ARGUMENTS...
+    guarded "$1" "$2" "$python" -m flashforward_core "${@:3}"
+}
+
+quality() { # NAME SECONDS ARGUMENTS...: rows of three schedules; what a stopped run has measured stays
+    core "quality $1" "$2" bench quality --json "$out/$1.json" --variants flashforward,self_forcing,hiar --latents 81 \
+        --commit "$commit" ${QUALITY:-} "${@:3}"
+}
+
+pack() { # NAME FOLDER: leaves the folder in parts that stay below a limit of 15 MiB
+    [ -d "$2" ] || return
+    tar -C "$(dirname "$2")" -c "$(basename "$2")" | split -b 14M - "$out/$1.tar."
+}
+
+distill() {
+    quality before "${BEFORE_S:-90}"
+    core "base" "$((${BASE_S:-65} + 55))" train base --out "$work" --init "$assets" --scenes 768 --steps 100000 \
+        --max-s "${BASE_S:-65}" --lr 3e-4 --no-compile ${BASE:-}
+    local teacher="$work/base.pt"
+    [ -e "$teacher" ] || teacher="$assets"
+    core "distill from $(basename "$teacher")" "$((${DISTILL_S:-130} + 60))" train distill --out "$work" --init "$assets" \
+        --teacher "$teacher" --scenes 4096 --clips 16 --max-s "${DISTILL_S:-130}" --lr 1e-4 --save-every-s 60 --no-compile ${DISTILL:-}
+    pack distilled "$work/distilled"
+    quality after "${AFTER_S:-90}" --assets "$work/distilled"
+    "$python" -m flashforward_core bench quality --from "$out/after.json" --against "$out/before.json" |
+        tee "$out/comparison.txt"
+}
+
+measure_vae() { # NAME: of what lies in the work folder
+    [ -e "$work/vae_report.json" ] && mv "$work/vae_report.json" "$out/vae_$1.json"
+}
+
+vae() {
+    core "shipped autoencoder" 100 train vae --out "$work" --init "$assets/vae" --steps 0 --held-out "${MEASURED:-128}"
+    measure_vae before
+    core "decoder" "$((${VAE_S:-270} + 150))" train vae --out "$work" --init "$assets/vae" --decoder-only --box-weight 8 \
+        --scenes 1024 --steps 100000 --max-s "${VAE_S:-270}" --held-out "${MEASURED:-128}" ${VAE:-}
+    pack vae "$work/vae"
+    measure_vae after
+}
+
+ablate() { guarded "ablation" "$limit" bash scripts/ablate_training.sh "$out" "${ABLATE_STEPS:-90}"; }
+
+"$python" -c 'import torch; print(torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU")'
+[ -n "${TESTS:-}" ] && guarded "tests" 120 "$python" -m pytest -q --tb=line -p no:cacheprovider tests/gpu -k "$TESTS"
+part="${PART:-distill}"
+case "$part" in
+distill | ablate | vae) "$part" ;;
+*) echo "FAILED $part: no such part; use distill, ablate or vae" ;;
+esac
+echo "== done after $SECONDS s of $limit; failures:"
+grep '^FAILED' "$out/log.txt" | sort -u || echo none
