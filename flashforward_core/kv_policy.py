@@ -94,6 +94,8 @@ class FutureForcingOptions:
     """Places of a frame whose future attention is told apart when tokens are merged."""
     cell_queries: int = 4
     """Predicted queries of a place."""
+    weigh_merged: bool = True
+    """Let a token into which others were merged draw the attention that they would have drawn (ours)."""
     per_head: bool = False
     """Keep one mean query per head instead of one per token of a frame."""
     history_stride: int = 16

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up and checks everything that needs no GPU; the last line is pytest's summary.
+# Sets up and checks everything that needs no GPU; two runs of pytest side by side, the last line is a summary.
 # Arguments go to pytest: bash scripts/test.sh tests/unit
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -50,4 +50,21 @@ say "mutants: planted defects that a test must notice"
 
 say "tests"
 export OMP_NUM_THREADS=1  # with more, sums of other shapes may round otherwise, and shared cores are far slower
-exec .venv/bin/python -m pytest -q -m "not gpu" "$@"
+run_tests() { .venv/bin/python -m pytest -q -m "not gpu" "$@"; }
+
+if [ $# -gt 0 ]; then
+    run_tests "$@"
+    exit
+fi
+
+# Those that start servers and clusters beside those that compute: one waits while the other works.
+started=(tests/browser tests/cluster tests/nodes)
+mkdir -p .out
+run_tests tests "${started[@]/#/--ignore=}" -p no:cacheprovider >.out/tests.log 2>&1 &
+computing=$!
+trap 'kill "$computing" 2>/dev/null || true' EXIT
+failed=0
+run_tests "${started[@]}" || failed=$?
+wait "$computing" || failed=$?
+cat .out/tests.log
+exit "$failed"

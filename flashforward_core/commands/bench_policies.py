@@ -3,7 +3,8 @@
 The embedded model renders held-out captions with schedule ``self_forcing``: once reading the whole history, then under
 each policy and budget, from the same noise. Frames are compared before any coding, on the device that decodes them. A
 run that only looks measures how steady queries are before and after rotary positions, and how often approximate
-matching finds the key that brute force finds.
+matching finds the key that brute force finds. Another feeds every policy the full cache's keys and compares what
+attention reads from what it kept.
 """
 
 import argparse
@@ -36,12 +37,14 @@ from ..specs import History, RolloutSpec, VideoShape
 from .bench_quality import held_out_captions
 from .bench_rows import RowBook, machine
 from .likeness import Consistency, psnr, ssim
+from .policy_errors import FollowOptions
 
 Z_95 = 1.96  # standard errors on each side of a mean that hold it 95 times in 100
 QUERIES = 64  # of a chunk, that are matched by brute force too
 BITS: Mapping[str, Sequence[int]] = {"quantised": (2, 4, 6, 8), "signs": (32, 64, 128, 256)}
 DECODED = 3  # latent frames that are decoded at a time
 LATE = 0.75  # share of a video after which its frames count as late
+EVERYTHING = 10_000  # latent frames, more than any rollout has here
 FIFO = "window"  # what the other policies are compared with
 
 
@@ -49,10 +52,22 @@ def policies(budget: int) -> dict[str, KVPolicy]:
     """Return what is compared at a budget of latent frames."""
     return {
         FIFO: WindowOptions(budget_frames=budget),
-        "history_only": FutureForcingOptions(budget_frames=budget, future_weight=0.0),
+        "history_only": FutureForcingOptions(budget_frames=budget, future_weight=0.0, weigh_merged=False),
+        "unweighed": FutureForcingOptions(budget_frames=budget, future_weight=0.5, weigh_merged=False),
         "future_forcing": FutureForcingOptions(budget_frames=budget),
         "temp_cache": TempCacheOptions(budget_frames=budget),
     }
+
+
+def followed(budget: int) -> dict[str, KVPolicy]:
+    """Return what is compared by what attention reads: all policies, and what the choices in them change."""
+    future = FutureForcingOptions(budget_frames=budget)
+    weights = {f"future_weight={weight:g}": replace(future, future_weight=weight) for weight in (0.0, 0.5, 1.0)}
+    thresholds = {
+        f"threshold={value:g}": TempCacheOptions(budget_frames=EVERYTHING, threshold=value)
+        for value in (0.9, 0.95, 0.98, 0.99)
+    }
+    return policies(budget) | weights | thresholds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +173,7 @@ def run(args: argparse.Namespace) -> int:
     bench = Bench(backbone=backbone, device=device, captions=held_out_captions(args.captions), args=args)
     bench.look(replace(whole, kv_policy=LookOptions(budget_frames=args.latents + 1, sink_frames=0)), book=book)
     bench.compare(whole, budgets=budgets, book=book)
+    bench.follow(whole, budgets=budgets, book=book)
     return 0
 
 
@@ -223,6 +239,19 @@ class Bench:
             place = {"stage": stage, "num_stages": spec.stages.num_stages, "num_blocks": len(shares)}
             sparse += [share for n, share in enumerate(shares) if options.is_sparse(block=n, **place)]
         return mean(sparse)
+
+    def follow(self, spec: RolloutSpec, *, budgets: Sequence[int], book: RowBook) -> None:
+        """File what each policy's cache does to attention in the first batch, while the rollout reads the whole."""
+        for budget in budgets:
+            look = FollowOptions(budget_frames=budget, sink_frames=0, policies=followed(budget))
+            next(self._latents(replace(spec, kv_policy=look)))
+            for name, errors in look.errors.items():
+                config = {"policy": name, "budget": budget}
+                book.add("attention_error", mean(errors), "1", **config)
+                book.add("kept", mean(look.kept[name]), "1", **config)
+            if budget == budgets[0]:
+                for age, shares in look.shares.items():
+                    book.add("attention_share", mean(shares), "1", age=age)
 
     def compare(self, whole: RolloutSpec, *, budgets: Sequence[int], book: RowBook) -> None:
         """File every policy's likeness to ``whole``, what it gains over first in, first out, and its time per chunk."""

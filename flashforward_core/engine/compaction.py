@@ -4,7 +4,7 @@ import torch
 
 from ..graph.task import ForwardTask, Slot, Space
 from ..kv.bank import BankView
-from ..kv.policies import Compaction, OwnKV, PolicyState, PolicyView, is_biased, next_state
+from ..kv.policies import Compaction, OwnKV, PolicyState, PolicyView, next_state
 from ..kv.sparse import SparseForward
 from ..kv.tokens import Grid
 from ..model.attention import AttentionBackend
@@ -50,7 +50,6 @@ def policy_view(
             if sparse is None
             else sparse.self_attend_biased
         ),
-        biased=is_biased(spec.kv_policy),
         collects=collects,
     )
 

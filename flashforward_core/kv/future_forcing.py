@@ -3,6 +3,7 @@
 Mean queries stand for those of coming chunks. A cached token's score is λ · the attention that they would give it +
 (1 − λ) · the attention that it has got so far. The lowest are evicted, each one's value merged into the kept token
 that the future would look at in the same way, and the kept frames close up so that distances stay as trained.
+Ours: a token with merged values draws the attention of all its members, by a bias on its logit (docs/decisions.md).
 Letters: B batch, G groups of predicted queries, N cached tokens, M kept, E evicted, H heads, D head dim.
 """
 
@@ -87,11 +88,15 @@ def split(scores_BNH: Tensor, *, keep: int, sink: int, recent: int) -> tuple[Ten
     return order[:, :keep].sort(dim=1).values, order[:, keep:].sort(dim=1).values
 
 
-def merge_evicted(tokens: Tokens, profile_BGNH: Tensor, *, kept_BMH: Tensor, evicted_BEH: Tensor) -> Tokens:
+def merge_evicted(
+    tokens: Tokens, profile_BGNH: Tensor, *, kept_BMH: Tensor, evicted_BEH: Tensor, weigh: bool
+) -> Tokens:
     """Return the kept tokens, with the evicted ones' values merged in.
 
     An evicted token joins the kept one whose profile has the most similar direction. The merged value is the mean of
-    its members', weighted by their future attention; the key stays the kept token's.
+    its members', weighted by their future attention; the key stays the kept token's. With ``weigh`` its count grows as
+    much as its members' future attention exceeds its own, at most to their counts' sum: a key that the predicted
+    queries pass by, and others may not, must not become the loudest.
     """
     kept = tokens.take(kept_BMH)
     if not evicted_BEH.shape[1]:
@@ -108,9 +113,11 @@ def merge_evicted(tokens: Tokens, profile_BGNH: Tensor, *, kept_BMH: Tensor, evi
     v = at_least_fp32(kept.v_BNHD)
     step = (at_least_fp32(_pick(tokens.v_BNHD, evicted_BEH)) - _pick(v, target_BEH)) * share.unsqueeze(-1).to(v.dtype)
     merged = v.scatter_add(1, target_BEH.unsqueeze(-1).expand_as(step), step)
-    return Tokens(
-        k_BNHD=kept.k_BNHD, v_BNHD=merged.to(kept.v_BNHD.dtype), count_BNH=kept.count_BNH, place_BNH=kept.place_BNH
-    )
+    count = kept.count_BNH
+    if weigh:
+        drawn = count * (total / weight.clamp(min=torch.finfo(weight.dtype).tiny)).to(count.dtype)
+        count = drawn.minimum(count.scatter_add(1, target_BEH, tokens.count_BNH.gather(1, evicted_BEH)))
+    return Tokens(k_BNHD=kept.k_BNHD, v_BNHD=merged.to(kept.v_BNHD.dtype), count_BNH=count, place_BNH=kept.place_BNH)
 
 
 def _pick(x_BNHD: Tensor, index_BMH: Tensor) -> Tensor:
@@ -140,5 +147,5 @@ def compact(
     scores = hybrid_scores(profile, attended.mass_BNH, future_weight=options.future_weight)
     sink, recent = (frames * grid.frame_tokens for frames in (options.sink_frames, options.recent_frames))
     kept, evicted = split(scores, keep=keep, sink=sink, recent=recent)
-    survivors = merge_evicted(tokens, profile, kept_BMH=kept, evicted_BEH=evicted)
+    survivors = merge_evicted(tokens, profile, kept_BMH=kept, evicted_BEH=evicted, weigh=options.weigh_merged)
     return close_gaps(survivors, grid=grid, first=0, stop=next_frame), attended.take(kept)

@@ -42,6 +42,8 @@ class BlockState:
     """Future Forcing's history."""
     statistics: QueryStatistics | None = None
     """Future Forcing's mean queries."""
+    weighted: bool = False
+    """Whether tokens may stand for several, so that attention needs a bias."""
 
     @property
     def num_bytes(self) -> int:
@@ -103,7 +105,8 @@ def _future_forcing(state: BlockState | None, own: OwnKV, at: Compaction, option
     plain = unrotate(own.q_BLHD, places, grid=at.grid)
     fresh = query_statistics(plain, grid=at.grid)
     fresh = fresh.per_head() if options.per_head else fresh
-    mass = received(own.q_BLHD, tokens.k_BNHD, stride=options.history_stride)
+    bias = tokens.bias_BHN if state is not None and state.weighted else None
+    mass = received(own.q_BLHD, tokens.k_BNHD, stride=options.history_stride, bias_BHN=bias)
     if state is None:
         attended = Attended(mass_BNH=mass, chunks_BNH=torch.ones_like(mass))
         statistics = fresh
@@ -111,7 +114,7 @@ def _future_forcing(state: BlockState | None, own: OwnKV, at: Compaction, option
         assert state.attended is not None and state.statistics is not None, "the state is of another policy"
         attended = state.attended.append(own.k_BLHD.shape[1]).update(mass)
         statistics = state.statistics.merge(fresh)
-    tokens, attended = compact(
+    kept, attended = compact(
         tokens,
         attended,
         statistics,
@@ -120,7 +123,8 @@ def _future_forcing(state: BlockState | None, own: OwnKV, at: Compaction, option
         grid=at.grid,
         options=options,
     )
-    return BlockState(tokens=tokens, attended=attended, statistics=statistics)
+    weighted = bias is not None or (options.weigh_merged and kept is not tokens)
+    return BlockState(tokens=kept, attended=attended, statistics=statistics, weighted=weighted)
 
 
 @COMPACTORS.add("temp_cache")
@@ -129,17 +133,13 @@ def _temp_cache(state: BlockState | None, own: OwnKV, at: Compaction, options: T
     tokens = absorb_frames(cache, own.q_BLHD, own.k_BLHD, own.v_BLHD, frames=at.frames, grid=at.grid, options=options)
     budget = options.budget_frames * at.grid.frame_tokens
     kept = squeeze(tokens)
-    return BlockState(tokens=kept if kept.k_BNHD.shape[1] <= budget else squeeze(kept, capacity=budget))
+    kept = kept if kept.k_BNHD.shape[1] <= budget else squeeze(kept, capacity=budget)
+    return BlockState(tokens=kept, weighted=True)
 
 
 def _with_own(state: BlockState | None, own: OwnKV, at: Compaction) -> Tokens:
     tokens = whole_frames(own.k_BLHD, own.v_BLHD, frames=at.frames, grid=at.grid)
     return tokens if state is None else join(state.tokens, tokens)
-
-
-def is_biased(policy: KVPolicy) -> bool:
-    """Whether kept tokens may stand for several, so that attention needs a bias."""
-    return isinstance(policy, TempCacheOptions)
 
 
 def next_state(state: PolicyState | None, own: Sequence[OwnKV], *, at: Compaction, policy: KVPolicy) -> PolicyState:
@@ -163,18 +163,16 @@ class PolicyView:
         *,
         attend: AttentionFn,
         attend_biased: BiasedAttentionFn,
-        biased: bool,
         collects: bool,
     ) -> None:
         """``inner`` gives the keys of anchors and, last, the forward's own.
 
-        ``biased`` says that tokens of the state may stand for several, ``collects`` that the forward publishes.
+        ``collects`` says that the forward publishes.
         """
         self._inner = inner
         self._state = state
         self._attend = attend
         self._attend_biased = attend_biased
-        self._biased = biased
         self._collects = collects
         self._bias_BHN: Tensor | None = None
         self._own_k_v: tuple[Tensor, Tensor] | None = None
@@ -187,9 +185,10 @@ class PolicyView:
         self._bias_BHN = None
         if self._state is None:
             return k_BNHD, v_BNHD
-        tokens = self._state[block].tokens
+        state = self._state[block]
+        tokens = state.tokens
         front = k_BNHD.shape[1] - k_BLHD.shape[1]
-        if self._biased:
+        if state.weighted:
             self._bias_BHN = torch.nn.functional.pad(tokens.bias_BHN, (front, k_BLHD.shape[1]))
         return _insert(k_BNHD, tokens.k_BNHD, at=front), _insert(v_BNHD, tokens.v_BNHD, at=front)
 

@@ -13,7 +13,9 @@ from diffusers import AutoencoderKLWan
 
 from flashforward_core.commands.bench_policies import BITS, Bench, LookOptions, Scores, half_width, policies
 from flashforward_core.commands.bench_rows import RowBook, read_rows
+from flashforward_core.commands.policy_errors import MOST, FollowOptions
 from flashforward_core.engine.rollout import DevicePlan, render
+from flashforward_core.kv_policy import WindowOptions
 from flashforward_core.model.text import ByteT5Encoder, TextConfig
 from flashforward_core.specs import History
 
@@ -39,7 +41,8 @@ def test_looking_changes_nothing_and_notes_every_block_of_every_chunk(rig: Any) 
 def test_the_past_alone_weighs_nothing_of_the_future() -> None:
     compared = policies(9)
     assert {policy.budget_frames for policy in compared.values()} == {9}
-    assert compared["history_only"] == replace(compared["future_forcing"], future_weight=0.0)
+    ours = compared["future_forcing"]
+    assert compared["history_only"] == replace(ours, future_weight=0.0, weigh_merged=False)
 
 
 def test_scores_are_one_number_per_video() -> None:
@@ -84,6 +87,20 @@ def test_policies_are_filed_with_what_they_gain_over_first_in_first_out(rig: Any
     assert all(0 < value <= 1 for value in densities.values())
     cosines = {(r["config"]["rotary"], r["config"]["frames"]) for r in rows if r["metric"] == "query_cosine"}
     assert cosines == {(when, frames) for when in ("before", "after") for frames in (3, 6, 9)}
+
+
+def test_what_attention_reads_is_the_same_from_a_cache_that_holds_all_and_nearer_from_a_larger_one(rig: Any) -> None:
+    spec = rig.spec("self_forcing", history=History(chunks=5))
+    sizes = {f"{frames}": WindowOptions(budget_frames=frames, sink_frames=0) for frames in (3, 6, 100)}
+    look = FollowOptions(budget_frames=6, sink_frames=0, policies=sizes)
+    backbone, texts = rig.backbone(), rig.texts()
+    found = render(backbone, replace(spec, kv_policy=look), texts, devices=CPU)
+    assert found.sha256 == render(backbone, spec, texts, devices=CPU).sha256
+    errors, kept = ({name: statistics.mean(seen) for name, seen in part.items()} for part in (look.errors, look.kept))
+    assert errors["100"] < 1e-6 < errors["6"] < errors["3"]
+    assert kept == pytest.approx({"3": 3 / 9, "6": 6 / 9, "100": 1, MOST: 6 / 9})
+    assert set(look.shares) == set(range(1, 10))
+    assert 0 < sum(statistics.mean(shares) for shares in look.shares.values()) < 1
 
 
 def test_the_interval_is_196_standard_errors_on_each_side() -> None:

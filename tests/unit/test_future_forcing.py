@@ -152,7 +152,7 @@ def test_an_evicted_value_joins_the_token_that_the_future_sees_alike() -> None:
     generator = torch.Generator().manual_seed(3)
     profile = torch.rand(2, 3, 6 * SIZE, 2, generator=generator, dtype=torch.float64)
     kept, evicted = split(profile.mean(dim=1), keep=12, sink=6, recent=0)
-    found = merge_evicted(tokens, profile, kept_BMH=kept, evicted_BEH=evicted)
+    found = merge_evicted(tokens, profile, kept_BMH=kept, evicted_BEH=evicted, weigh=False)
     assert torch.equal(found.k_BNHD, tokens.take(kept).k_BNHD)
     for row, head in ((0, 0), (1, 1)):
         expected = _merged_written_out(
@@ -177,8 +177,23 @@ def test_a_token_that_the_future_ignores_changes_no_value() -> None:
     profile = torch.rand(2, 3, 12, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     profile[:, :, 6:] = 0
     kept, evicted = split(profile.mean(dim=1), keep=6, sink=0, recent=0)
-    found = merge_evicted(tokens, profile, kept_BMH=kept, evicted_BEH=evicted)
+    found = merge_evicted(tokens, profile, kept_BMH=kept, evicted_BEH=evicted, weigh=False)
     assert torch.equal(found.v_BNHD, tokens.v_BNHD[:, :6])
+
+
+def test_a_merged_token_draws_what_its_members_would_but_never_more_than_their_number() -> None:
+    """Of six tokens two stay. Token 1 (attention 4) takes in 2 and 3 (1 and 3); token 0 (0.1) takes in 4 and 5."""
+    tokens, _ = _cache(1)
+    mass = torch.tensor([0.1, 4, 1, 3, 2, 2], dtype=torch.float64)
+    along = torch.tensor([0, 1, 1, 1, 0, 0])  # which of two groups of queries looks at it
+    profile = torch.nn.functional.one_hot(along).t().double() * mass * 2
+    profile = profile[None, :, :, None].expand(2, -1, -1, 2)
+    kept, evicted = (torch.tensor(index).view(1, -1, 1).expand(2, -1, 2) for index in ([0, 1], [2, 3, 4, 5]))
+    found = merge_evicted(tokens, profile, kept_BMH=kept, evicted_BEH=evicted, weigh=True)
+    assert torch.allclose(found.count_BNH[1, :, 1], torch.tensor([3.0, 2.0]))  # 4.1 / 0.1 is cut to 3; 8 / 4
+    swapped = profile[:, :, [1, 0]]  # now token 1 has 0.1 and takes in the other, of 4
+    again = merge_evicted(found, swapped, kept_BMH=kept[:, 1:], evicted_BEH=kept[:, :1], weigh=True)
+    assert torch.allclose(again.count_BNH, torch.tensor(5.0))
 
 
 @pytest.mark.parametrize("num_frames", [1, 3])
