@@ -19,6 +19,7 @@ GIB = 2**30
 POLICIES = {
     "window": "first and latest (FIFO)",
     "history_only": "attention so far only",
+    "unweighed": "Future Forcing, merged tokens not weighed",
     "future_forcing": "Future Forcing",
     "temp_cache": "TempCache",
 }
@@ -51,7 +52,13 @@ def main() -> int:
     rows = [row for path in args.rows for row in read_rows(path)]
     if not rows:
         raise ValueError("the files hold no rows; run bench policies first")
-    sections = [INTRODUCTION, *likeness(rows, args.out), *foundations(rows, args.out), *speed(rows, args.out)]
+    sections = [
+        INTRODUCTION,
+        *likeness(rows, args.out),
+        *errors(rows),
+        *foundations(rows, args.out),
+        *speed(rows, args.out),
+    ]
     (args.out / "policies.md").write_text("\n".join([*sections, *endless(rows)]), encoding="utf-8")
     return 0
 
@@ -95,6 +102,8 @@ def likeness(rows: Sequence[Row], out: Path) -> list[str]:
     for budget in budgets:
         for name, words in POLICIES.items():
             where = {"policy": name, "budget": budget}
+            if not of(found, "psnr", **where):
+                continue
             one = {metric: next(iter(of(rows, metric, **where)), None) for metric in _METRICS}
             body.append([str(budget), words, *(interval(one[metric], digits) for metric, digits in _METRICS.items())])
     full = next(iter(of(rows, "consistency", policy="full")), None)
@@ -111,6 +120,52 @@ def likeness(rows: Sequence[Row], out: Path) -> list[str]:
     ]
 
 
+def errors(rows: Sequence[Row]) -> list[str]:
+    """Show what each cache does to what attention reads, and say why."""
+    found = of(rows, "attention_error")
+    if not found:
+        return []
+    budgets = sorted({row["config"]["budget"] for row in found})
+    body = []
+    for name, words in (POLICIES | _VARIANTS).items():
+        line = [of(found, "attention_error", policy=name, budget=budget)[:1] for budget in budgets]
+        held = of(rows, "kept", policy=name, budget=budgets[0])[:1]
+        if any(line):
+            body.append([words, *(f"{row[0]['value']:.3f}" if row else "–" for row in line)])
+            body[-1].append(f"{100 * held[0]['value']:.0f} %" if held else "–")
+    shares = {row["config"]["age"]: row["value"] for row in of(rows, "attention_share")}
+    ages = [age for age in (1, 3, 6, 12, 24, 48) if age in shares]
+    config = found[0]["config"]
+    return [
+        "## What attention reads from each cache\n",
+        "Videos that drift apart say little about which cache was better. Here every policy is fed the keys, values "
+        "and queries of the full cache's rollout, and the error is that of attention's output against the full "
+        f"cache's, relative to its size, for every second chunk; {config['latents']} latent frames. "
+        f"{measured_on(found)}\n",
+        table(["policy", *(f"budget {budget}" for budget in budgets), f"kept at {budgets[0]}"], body),
+        f"{_WHY} Share of attention that a frame of the history gets, by its age in latent frames: "
+        f"{', '.join(f'{age}: {100 * shares[age]:.1f} %' for age in ages)}.\n",
+    ]
+
+
+_VARIANTS = {
+    "most_attention": "the tokens about to get the most attention, nobody can know which",
+    "future_weight=0": "Future Forcing, λ = 0",
+    "future_weight=0.5": "Future Forcing, λ = 0.5",
+    "future_weight=1": "Future Forcing, λ = 1",
+    "threshold=0.9": "TempCache without bound, threshold 0.9",
+    "threshold=0.95": "TempCache without bound, threshold 0.95",
+    "threshold=0.98": "TempCache without bound, threshold 0.98",
+    "threshold=0.99": "TempCache without bound, threshold 0.99",
+}
+_WHY = (
+    "**Keeping the tokens that get the most attention is not enough, even when they are known.** Attention of this "
+    "small model is spread over all of the history; what is kept is normalised to one, so the strongest tokens shout "
+    "over all those that are gone. The latest whole frames are a fairer sample, which is why first in, first out is "
+    "hard to beat by plain selection. A merged token therefore has to speak for its members as loudly as they would "
+    "have: `weigh_merged` adds the logarithm of their predicted attention over its own to its logit. TempCache adds "
+    "the logarithm of their number to the newest key, though older ones get less."
+)
 _METRICS = {"psnr": 2, "psnr_late": 2, "ssim": 4, "consistency": 4, "psnr_gain": 2, "psnr_late_gain": 2}
 
 
