@@ -168,6 +168,8 @@ class SparseOptions:
     """Whether self-attention is sparse (AnnSA)."""
     prompt: bool = True
     """Whether cross-attention is (AnnCA)."""
+    attention: str = "auto"
+    """The kernel, a name in ``kv.bucket_attention.BUCKET_ATTENTION``; ``auto`` is the fastest that runs."""
 
     def __post_init__(self) -> None:
         for name in ("dense_share", "sparse_share"):

@@ -22,10 +22,11 @@ from ..engine.rollout import render
 from ..flow import keyed_noise_frames, renoise, timestep
 from ..graph.task import Role
 from ..kv.ann import AnnOptions, recall
+from ..kv.groups import group_page
 from ..kv.padding import merge_padding
 from ..kv.policies import COMPACTORS, NAMES, BlockState, Compaction, OwnKV
 from ..kv.queries import query_statistics
-from ..kv.sparse import bucket_of_queries_and_keys, density, meets
+from ..kv.sparse import density, kept_rows
 from ..kv.temp_cache import absorb_frames, squeeze
 from ..kv.tokens import Tokens, join, unrotate, whole_frames
 from ..kv_policy import FutureForcingOptions, KVPolicy, SparseOptions, TempCacheOptions, WindowOptions
@@ -136,7 +137,9 @@ def _note_densities(cached: Tokens, own: OwnKV, at: Compaction, options: LookOpt
         share = kept / (at.next_frame * at.grid.frame_tokens)
         options.densities.setdefault(("temp_cache", at.next_frame), []).append(share)
         sample = own.q_BLHD[:, :: max(1, own.q_BLHD.shape[1] // QUERIES)]
-        found = density(sample, cached.k_BNHD, options=SparseOptions())
+        sparse = SparseOptions()
+        pages = cached.k_BNHD.split(at.chunk_frames * at.grid.frame_tokens, dim=1)
+        found = density(sample, [group_page(page, options=sparse) for page in pages], options=sparse)
         options.densities.setdefault(("ann_sa", seen), []).append(found)
 
 
@@ -218,8 +221,9 @@ class Bench:
         shares: list[float] = []
 
         def attend(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
-            q_ABLH, k_ABNH = bucket_of_queries_and_keys(q_BLHD, k_BNHD, options=options)
-            shares.append(meets(k_ABNH, q_ABLH, num_buckets=2**options.planes).double().mean().item())
+            codes = group_page(k_BNHD, options=options).codes_ABNH.to(torch.int64)
+            kept = kept_rows(q_BLHD, codes, keep_last=merged.padded, options=options)
+            shares.append(kept.double().mean().item())
             return attend_biased(q_BLHD, k_BNHD, v_BNHD, merged.bias_N.view(1, 1, -1))
 
         sparse: list[float] = []

@@ -2,9 +2,10 @@
 
 One transformer block is measured and multiplied by their number, since a dense cache of 3,000 video frames has 201 GiB
 at 1.3B and 480p; up to ``--whole`` frames a whole forward is measured too, to see what that leaves out. A chunk is its
-stages and a commit: the first stage is dense everywhere, later ones in the blocks that the options say. Weights and
-tokens are random; buckets have the density that was measured on the embedded model's caches (``bench policies``), and
-so has what TempCache holds, up to its budget.
+stages and a commit: the first stage is dense everywhere, later ones in the blocks that the options say. As in rollouts
+a sparse forward finds the buckets of its queries and of its own keys; those of cached pages are there, and a policy's
+state is grouped once, when it is compacted. Weights and tokens are random; buckets have the density that was measured
+on the embedded model's caches (``bench policies``), and so has what TempCache holds, up to its budget.
 """
 
 import argparse
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from ..engine.lanes import DevicePlan
 from ..graph.task import Role
-from ..kv.grouped import attend_grouped, group_keys
+from ..kv.bucket_attention import BUCKET_ATTENTION, resolve_bucket_attention
+from ..kv.groups import bucket_tables, group_codes, group_page
 from ..kv.policies import COMPACTORS, BlockState, Compaction, OwnKV
-from ..kv.sparse import attend_prompt, bucket_of_queries_and_keys
+from ..kv.sparse import attend_prompt, kept_rows
 from ..kv.tokens import Grid, Tokens
 from ..kv_policy import SparseOptions, TempCacheOptions
 from ..model.attention import resolve_attention
@@ -52,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--densities", type=Path, metavar="FILE", help="rows of bench policies")
     parser.add_argument("--device", default="auto", help="auto (the first CUDA device, or the CPU), cpu, cuda:0 (auto)")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of weights and tokens (bf16)")
+    parser.add_argument(
+        "--sparse-attention", default="auto", metavar="NAME", help=f"one of: auto, {', '.join(BUCKET_ATTENTION)} (auto)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the rows to this file")
     parser.add_argument(
         "--commit", default="", metavar="TEXT", help="what rows say was measured, where there is no git"
@@ -93,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     common = {"model": args.model, "resolution": args.resolution, "devices": 1, "precision": args.precision}
     common |= {"chunk_frames": CHUNK_FRAMES, "stages": STAGES, "densities": densities.source}
     bench = Bench(args=args, device=device, densities=densities)
-    common["attention"] = bench.attention.name
+    common |= {"attention": bench.attention.name, "sparse_attention": bench.kernel.name}
     book = RowBook(path=args.json, machine=machine(device), common=common)
     book.commit = args.commit or book.commit
     with torch.inference_mode():
@@ -121,6 +126,9 @@ class Bench:
         self.dtype = torch.bfloat16 if self.args.precision == "bf16" else torch.float32
         self.attention = resolve_attention("auto", self.device, dtype=self.dtype)
         self.biased = resolve_biased_attention("auto", self.device).attend
+        self.kernel = resolve_bucket_attention(
+            self.args.sparse_attention, self.device, dtype=self.dtype, tables=self.sparse.tables
+        )
         width, height = SIZES[self.args.resolution]
         step = SPATIAL_FACTOR * PATCH[1]
         self.grid = Grid(config=self.config, rows=height // step, columns=width // step)
@@ -159,18 +167,20 @@ class Bench:
         bias = self._bias(kept) if name in ("temp_cache", "all") else None
         dense = partial(self.attention.attend, q, k, v) if bias is None else partial(self.biased, q, k, v, bias)
         dense_s = self._seconds(dense)
-        sparse_s, once_s = dense_s, 0.0
+        sparse_s, once_s, groups_bytes = dense_s, 0.0, 0
         if name in ("ann_sa", "all"):
-            sparse_s, once_s = self._bucketed(q, k, v, bias)
+            pages = [kept, self.own] if name == "all" else self._page_sizes(history)
+            sparse_s, groups_bytes = self._bucketed(q, k, v, bias, pages)
         if name in ("temp_cache", "all"):
-            once_s += self._compaction(q, k, v, kept)
+            once_s = self._compaction(q, k, v, kept, grouped=name == "all")
         cross_s, sparse_cross_s = self._cross(q, sparse=name in ("ann_ca", "all"))
         places = [(stage, block) for stage in range(STAGES + 1) for block in range(self.config.num_layers)]
         layers = {"num_stages": STAGES, "num_blocks": self.config.num_layers}
         sparse = sum(self.sparse.is_sparse(stage=min(s, STAGES - 1), block=b, **layers) for s, b in places)
         blocks = (len(places) - sparse) * (dense_s + cross_s) + sparse * (sparse_s + sparse_cross_s)
         once = once_s * self.config.num_layers
-        peak = self._peak() + (self.config.num_layers - 1) * (k.nbytes + v.nbytes) if self._peak() else 0
+        others = (self.config.num_layers - 1) * (k.nbytes + v.nbytes + self.sparse.sparse_share * groups_bytes)
+        peak = self._peak() + round(others) if self._peak() else 0
         return blocks + len(places) * rest + once, peak
 
     def _kept_tokens(self, history: int) -> int:
@@ -178,21 +188,24 @@ class Bench:
         budget = min(history, TempCacheOptions().budget_frames)
         return min(int(self.densities.temp_cache * history * self.grid.frame_tokens), budget * self.grid.frame_tokens)
 
-    def _bucketed(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[float, float]:
-        """Return seconds of a forward's AnnSA and of sorting the cache by buckets, once per chunk.
+    def _page_sizes(self, history: int) -> list[int]:
+        """Return the tokens of every page of a history, and of the own one."""
+        whole, rest = divmod(history, CHUNK_FRAMES)
+        return [*[self.own] * whole, *[rest * self.grid.frame_tokens] * (rest > 0), self.own]
 
-        Buckets of the queries and the keys are found, and then replaced by such as have the measured density.
+    def _bucketed(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, pages: list[int]) -> tuple[float, int]:
+        """Return seconds of a forward's AnnSA over pages of so many tokens, and the bytes of their groups.
+
+        Buckets of the queries and of the own page are found, and then replaced by such as have the measured density.
         """
         buckets = 2**self.sparse.planes
         share = _largest_share(self.densities.ann_sa, buckets)
-        q_codes, k_codes = (self._codes(x, share, buckets) for x in (q, k))
-        keys = group_keys(k, v, k_codes, buckets=buckets + 1, bias_BHN=bias)
-        hashes = self._seconds(lambda: bucket_of_queries_and_keys(q, q, options=self.sparse)) / 2
-        attend = self._seconds(partial(attend_grouped, q, q_codes, keys)) + hashes
-        hashing = partial(bucket_of_queries_and_keys, q[:, :1], k, options=self.sparse, bias_BHN=bias)
-        once = self._seconds(hashing)
-        once += self._seconds(partial(group_keys, k, v, k_codes, buckets=buckets + 1, bias_BHN=bias))
-        return attend, once
+        q_codes, k_codes = (self._codes(x, share, buckets).unsqueeze(0) for x in (q, k))
+        groups = [group_codes(codes, num_buckets=buckets) for codes in k_codes.split(pages, dim=2)]
+        own = k[:, -self.own :]
+        finding = self._seconds(lambda: (bucket_tables(q, options=self.sparse), group_page(own, options=self.sparse)))
+        attend = self._seconds(partial(self.kernel.attend, q, q_codes, k, v, groups, bias))
+        return attend + finding, sum(page.num_bytes for page in groups)
 
     def _codes(self, x_BNHD: Tensor, share: float, buckets: int) -> Tensor:
         weights = torch.full((buckets,), (1 - share) / (buckets - 1), device=self.device)
@@ -201,8 +214,8 @@ class Bench:
         edges, draw = weights.cumsum(0)[:-1].contiguous(), torch.rand(shape, device=self.device)
         return torch.bucketize(draw, edges)
 
-    def _compaction(self, q: Tensor, k: Tensor, v: Tensor, kept: int) -> float:
-        """Return seconds of adding a chunk to a block's TempCache."""
+    def _compaction(self, q: Tensor, k: Tensor, v: Tensor, kept: int, *, grouped: bool) -> float:
+        """Return seconds of adding a chunk to a block's TempCache, and of grouping what is kept."""
         shape = (1, kept, self.config.num_heads)
         places = torch.arange(kept, device=self.device).view(1, -1, 1).expand(shape).contiguous()
         count = torch.ones(shape, device=self.device)
@@ -212,6 +225,8 @@ class Bench:
         at = Compaction(frames=frames, next_frame=first + CHUNK_FRAMES, chunk_frames=CHUNK_FRAMES, grid=self.grid)
         own = OwnKV(q_BLHD=q, k_BLHD=k[:, kept:].contiguous(), v_BLHD=v[:, kept:].contiguous())
         compact = COMPACTORS["temp_cache"]
+        if grouped:
+            return self._seconds(lambda: compact(state, own, at, TempCacheOptions()).grouped(self.sparse))
         return self._seconds(lambda: compact(state, own, at, TempCacheOptions()))
 
     def _cross(self, q: Tensor, *, sparse: bool) -> tuple[float, float]:
@@ -221,10 +236,12 @@ class Bench:
         dense = self._seconds(partial(self.attention.attend, q, k, v))
         if not sparse:
             return dense, dense
-        kept = max(1, round(self.densities.ann_ca * rows))
-        bias = torch.zeros(1, 1, kept, device=self.device)
-        call = partial(attend_prompt, q, k[:, :kept], v[:, :kept], bias_BHN=bias, keep_last=True, options=self.sparse)
-        return dense, self._seconds(partial(call, attend=self.biased))
+        kept_BNH = torch.rand(1, rows, self.config.num_heads, device=self.device) < self.densities.ann_ca
+        bias = torch.zeros(1, 1, rows, device=self.device)
+        codes = group_page(k, options=self.sparse).codes_ABNH.to(torch.int64)  # once per prompt
+        finding = self._seconds(partial(kept_rows, q, codes, keep_last=True, options=self.sparse))
+        call = partial(attend_prompt, q, k, v, kept_BNH=kept_BNH, bias_BHN=bias, attend=self.biased, kernel=self.kernel)
+        return dense, finding + self._seconds(call)
 
     def _rest(self) -> Callable[[], object]:
         """Return a call of one block without its attentions."""

@@ -30,7 +30,6 @@ def policy_view(
     inner: BankView,
     kept: PolicyState | None,
     *,
-    spec: RolloutSpec,
     attention: AttentionBackend,
     sparse: SparseForward | None = None,
 ) -> BankView | PolicyView:
@@ -39,8 +38,22 @@ def policy_view(
     ``sparse`` is the forward's attention, if it is sparse anywhere.
     """
     collects = bool(handed_over(task))
-    if kept is None and not collects:
-        return inner
+    view: BankView | PolicyView = inner
+    if kept is not None or collects:
+        view = _with_kept(inner, kept, collects=collects, attention=attention, sparse=sparse)
+    if sparse is not None:
+        sparse.over(view)
+    return view
+
+
+def _with_kept(
+    inner: BankView,
+    kept: PolicyState | None,
+    *,
+    collects: bool,
+    attention: AttentionBackend,
+    sparse: SparseForward | None,
+) -> PolicyView:
     return PolicyView(
         inner,
         kept,
@@ -67,7 +80,15 @@ def compacted(
     shape = spec.shape
     grid = Grid(config=config, rows=shape.latent_height // PATCH[1], columns=shape.latent_width // PATCH[2])
     at = Compaction(frames=frames, next_frame=spec.chunk(task.index).stop, chunk_frames=spec.chunk_frames, grid=grid)
-    return next_state(kept, own, at=at, policy=spec.kv_policy)
+    state = next_state(kept, own, at=at, policy=spec.kv_policy)
+    if spec.sparse is None or not spec.sparse.video:
+        return state
+    stages = spec.stages.num_stages  # no later stage reads the bank than the one that it is filled after
+    place = {"stage": min(task.stage, stages - 1), "num_stages": stages, "num_blocks": len(state)}
+    return tuple(
+        block.grouped(spec.sparse) if spec.sparse.is_sparse(block=n, **place) else block
+        for n, block in enumerate(state)
+    )
 
 
 def state_bytes(state: PolicyState) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..flow import keyed_noise_frames, predict_x0, renoise, timestep
 from ..graph.task import ForwardTask, Kind, Role, Slot, Space
 from ..kv.bank import Home, LaneBanks
+from ..kv.bucket_attention import resolve_bucket_attention
 from ..kv.padding import MergedPrompt, merge_padding
 from ..kv.policies import PolicyState, PolicyView
 from ..kv.sparse import SparseForward
@@ -232,9 +233,7 @@ def _forward(
     kept = _kept(task, state, values)
     text, prompt = _text(task, inputs=inputs, state=state, frame=frames[0])
     sparse = _sparse(task, inputs=inputs, state=state, prompt=prompt)
-    view = policy_view(
-        task, state.banks.open(task, homes), kept, spec=inputs.spec, attention=state.attention, sparse=sparse
-    )
+    view = policy_view(task, state.banks.open(task, homes), kept, attention=state.attention, sparse=sparse)
     v = state.forward(
         task,
         x_BCFHW,
@@ -278,4 +277,7 @@ def _sparse(task: ForwardTask, *, inputs: RunInputs, state: LaneState, prompt: i
         num_blocks=state.models[task.role].config.num_layers,
         attend=state.attention.attend,
         attend_biased=resolve_biased_attention("auto", state.lane.device).attend,
+        kernel=resolve_bucket_attention(
+            spec.sparse.attention, state.lane.device, dtype=state.banks.dtype, tables=spec.sparse.tables
+        ),
     )

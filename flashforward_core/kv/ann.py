@@ -6,6 +6,7 @@ Letters: B batch, L queries, N keys, H heads, D head dim, P planes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -53,9 +54,15 @@ def quantise(x: Tensor, *, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def random_planes(dim: int, count: int, *, seed: int, like: Tensor) -> Tensor:
-    """Return Gaussian normals [dim, count], the same on every device."""
+    """Return Gaussian normals [dim, count], the same on every device; only to be read."""
+    return _planes(dim, count, seed, like.device, like.dtype)
+
+
+@cache  # a copy from the host waits for the device
+def _planes(dim: int, count: int, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randn(dim, count, generator=generator).to(device=like.device, dtype=like.dtype)
+    with torch.inference_mode(False):
+        return torch.randn(dim, count, generator=generator).to(device=device, dtype=dtype)
 
 
 def centre(k_BNHD: Tensor, alive_BNH: Tensor | None = None) -> Tensor:

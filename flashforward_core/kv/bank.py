@@ -9,14 +9,15 @@ more where keys and values are packed (``packing.py``).
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..graph.task import ForwardTask, Slot
+from .groups import GroupPage, KeyGroups
 from .packing import Form
 from .pages import Page, PagePlan, View, kv_slots
 
@@ -97,13 +98,33 @@ class Ledger:
             return not self._banks.get(bank)
 
 
+Groups = dict[int, KeyGroups]
+"""A page's buckets by transformer block, filled as sparse blocks ask for them."""
+
+
+class Held(NamedTuple):
+    """What a page holds."""
+
+    slot: Slot
+    page: Page
+    groups: Groups
+
+
 class BankView:
     """One forward's keys and values: the ``KVContext`` that a transformer extends."""
 
-    def __init__(self, buffer: Tensor, view: View, *, frame_tokens: int, form: Form) -> None:
-        """``buffer`` is [2, blocks, B, N, H, R]: keys, then values, as ``form`` stores them."""
+    def __init__(
+        self, buffer: Tensor, view: View, *, frame_tokens: int, form: Form, groups: Sequence[tuple[Page, Groups]] = ()
+    ) -> None:
+        """``buffer`` is [2, blocks, B, N, H, R]: keys, then values, as ``form`` stores them.
+
+        ``groups`` are those of every page that is attended to, the own one included.
+        """
         self._buffer = buffer
         self._form = form
+        self._groups = [
+            (page.frames * frame_tokens, known) for page, known in sorted(groups, key=lambda entry: entry[0].start)
+        ]
         self.kind = (view.own.bank, view.own.frames, view.ranges)
         """What forwards that read and write memory of the same place and size share, wherever their own page is."""
         self._own = slice(view.own.start * frame_tokens, view.own.stop * frame_tokens)
@@ -127,6 +148,17 @@ class BankView:
     def extend(self, block: int, k_BLHD: Tensor, v_BLHD: Tensor) -> tuple[Tensor, Tensor]:
         """Store one block's own keys and values in place; return all that the forward attends to, [B, keys, H, D]."""
         return self._extend(self._buffer[0, block], k_BLHD), self._extend(self._buffer[1, block], v_BLHD)
+
+    def groups(self, block: int, k_BNHD: Tensor, group: GroupPage) -> list[KeyGroups]:
+        """Return the buckets of each page in ``k_BNHD``, what ``extend`` returned; new pages' are found and kept."""
+        found, start = [], 0
+        for tokens, known in self._groups:
+            if block not in known:
+                known[block] = group(k_BNHD[:, start : start + tokens])
+            found.append(known[block])
+            start += tokens
+        assert start == k_BNHD.shape[1], f"the pages have {start} tokens and the keys {k_BNHD.shape[1]}"
+        return found
 
     def _extend(self, stored_BNHR: Tensor, own_BLHD: Tensor) -> Tensor:
         stored_BNHR[:, self._own] = self._form.store(own_BLHD)
@@ -191,7 +223,9 @@ class LaneBanks:
         self._poison = poison
         self._copy = copy
         self._buffers: dict[str, Tensor] = {}
-        self._held: dict[tuple[str, int], tuple[Slot, Page]] = {}
+        self._held: dict[tuple[str, int], Held] = {}
+        self._own_groups: dict[str, Groups] = {}
+        """Of the forwards under way, by task id."""
         self.peak_bytes = 0
 
     @property
@@ -209,44 +243,58 @@ class LaneBanks:
         view = self._plan.views[task.id]
         buffer = self._buffer(view.own.bank)
         for slot, page in view.reads:
-            if self._held.get((page.bank, page.start), (None,))[0] != slot:
+            if self._holds(page) != slot:
                 self._take(page, by=str(slot))
                 self._copy(self._tokens(buffer, page), homes[slot].home(slot))
-                self._held[page.bank, page.start] = (slot, page)
+                self._held[page.bank, page.start] = Held(slot, page, {})
         self._take(view.own, by=", ".join(str(slot) for slot, _ in view.publishes) or task.id)
-        return BankView(buffer, view, frame_tokens=self._shape.frame_tokens, form=self._shape.form)
+        own = self._own_groups[task.id] = {}
+        groups = [(page, self._held[page.bank, page.start].groups) for _, page in view.reads]
+        return BankView(
+            buffer,
+            view,
+            frame_tokens=self._shape.frame_tokens,
+            form=self._shape.form,
+            groups=[*groups, (view.own, own)],
+        )
 
     def close(self, task: ForwardTask) -> None:
         """Keep what ``task`` published; give its own page back when it published nothing."""
-        view = self._plan.views[task.id]
-        self._held.update({(page.bank, page.start): (slot, page) for slot, page in view.publishes})
+        view, groups = self._plan.views[task.id], self._own_groups.pop(task.id)
+        for slot, page in view.publishes:  # a part of the forward's own page, as anchors are, has a mean of its own
+            self._held[page.bank, page.start] = Held(slot, page, groups if page == view.own else {})
         if self._poison and not view.publishes:
             self._tokens(self._buffers[view.own.bank], view.own).fill_(self._shape.form.poison)
 
     def home(self, slot: Slot) -> Tensor:
         """Return the page that ``slot`` was written into, [2, blocks, B, tokens, H, R]: not a copy, read only."""
         page = self._plan.homes[slot]
-        assert self._held.get((page.bank, page.start), (None,))[0] == slot, f"{slot} is not in its home page"
+        assert self._holds(page) == slot, f"{slot} is not in its home page"
         return self._tokens(self._buffers[page.bank], page)
 
     def free(self) -> None:
         """Drop everything; a second call does nothing."""
         self._buffers.clear()
         self._held.clear()
+        self._own_groups.clear()
+
+    def _holds(self, page: Page) -> Slot | None:
+        held = self._held.get((page.bank, page.start))
+        return held.slot if held else None
 
     def _take(self, page: Page, *, by: str) -> None:
         if page.front:
             return  # a copy: its home page is what must last
         for start in range(page.start, page.stop):
-            slot, _ = self._held.pop((page.bank, start), (None, None))
-            waiting = self._ledger.unfinished(slot) if slot else ()
-            assert not waiting, f"{by} takes the page of {slot}, which {waiting[0]} still needs"
+            held = self._held.pop((page.bank, start), None)
+            waiting = self._ledger.unfinished(held.slot) if held else ()
+            assert not waiting, f"{by} takes the page of {held and held.slot}, which {waiting[0]} still needs"
 
     def _sweep(self) -> None:
         """Forget pages that nobody needs any more, and banks that no task will use again."""
         for bank in [name for name in self._buffers if self._ledger.bank_is_done(name)]:
             del self._buffers[bank]
-        for key, (slot, page) in list(self._held.items()):
+        for key, (slot, page, _) in list(self._held.items()):
             if page.bank not in self._buffers:
                 del self._held[key]
             elif self._poison and not self._ledger.unfinished(slot):

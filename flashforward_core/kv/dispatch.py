@@ -8,10 +8,11 @@ from torch import Tensor
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton is installed."""
     return find_spec("triton") is not None
 
 
 def triton_serves(x: Tensor) -> bool:
     """Whether ``x`` is on CUDA, in a precision that the kernels compute in, and Triton is installed."""
-    return x.is_cuda and x.dtype != torch.float64 and _has_triton()
+    return x.is_cuda and x.dtype != torch.float64 and has_triton()

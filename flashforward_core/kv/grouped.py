@@ -2,20 +2,21 @@
 
 A bias per key rides along as channels of its own: a constant in the query times the bias in the key, split into three
 parts that half precision holds, so that nothing of float32 is lost.
-Letters: B batch, L queries, N keys, H heads, D head dim, S sequences (B·H·buckets).
+Letters: B batch, L queries, N keys, H heads, D head dim, P pages, K buckets, E edges, S sequences (B·H·K).
 """
 
-import importlib.util
 import inspect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from .bucket_attention import attend_flex, num_buckets_of
+from .groups import KeyGroups, all_codes, group_codes, in_page_order, meets
 
 BIAS_PARTS = 3  # of float32's 24 bits, 8 in each bfloat16
 BIAS_CHANNELS = 8  # kernels take multiples of eight
@@ -29,12 +30,6 @@ def _varlen() -> Any:
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn
-
-
-def grouped_serves(q_BLHD: Tensor) -> bool:
-    """Whether a kernel for ragged batches takes these queries here."""
-    half = q_BLHD.dtype in (torch.bfloat16, torch.float16)
-    return q_BLHD.is_cuda and half and importlib.util.find_spec("torch.nn.attention.varlen") is not None
 
 
 def _flash(
@@ -63,54 +58,40 @@ def ragged_torch(
     return out
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupedKeys:
-    """Keys and values in sequences by batch, head and bucket: they serve as long as the cache does not change."""
+def attend_ragged(
+    q_BLHD: Tensor,
+    q_codes_ABLH: Tensor,
+    k_BNHD: Tensor,
+    v_BNHD: Tensor,
+    groups: Sequence[KeyGroups],
+    bias_BHN: Tensor | None = None,
+    *,
+    ragged: Ragged | None = None,
+) -> Tensor:
+    """Attend each query to the keys of its bucket, [B, L, H, D].
 
-    k_THD: Tensor
-    v_THD: Tensor
-    at: Tensor
-    """Where each sequence begins, int32 [S+1]."""
-    longest: int
-    buckets: int
-    biased: bool
-    """Whether a bias rides along."""
-
-
-def group_keys(
-    k_BNHD: Tensor, v_BNHD: Tensor, codes_BNH: Tensor, *, buckets: int, bias_BHN: Tensor | None = None
-) -> GroupedKeys:
-    """Sort keys and values by bucket. Waits for the device once, to learn the longest sequence."""
+    Copies keys and values into the order of their buckets, since a sequence must lie in one piece. Waits for the
+    device once, to see whether a query's bucket holds no key; if one does, FlexAttention takes the call.
+    """
+    num_buckets, dim = num_buckets_of(groups), q_BLHD.shape[-1]
+    if not bool(meets(q_codes_ABLH, all_codes(groups), num_buckets=num_buckets).all()):
+        return attend_flex(q_BLHD, q_codes_ABLH, k_BNHD, v_BNHD, groups, bias_BHN)
     if bias_BHN is not None:
         k_BNHD, v_BNHD = _with_bias(k_BNHD, v_BNHD, bias_BHN)
-    order, at = _sequences(codes_BNH, buckets)
-    return GroupedKeys(
-        k_THD=_rows(k_BNHD)[order],
-        v_THD=_rows(v_BNHD)[order],
-        at=at,
-        longest=int(at.diff().max()),
-        buckets=buckets,
-        biased=bias_BHN is not None,
-    )
-
-
-def attend_grouped(q_BLHD: Tensor, codes_BLH: Tensor, keys: GroupedKeys, *, ragged: Ragged | None = None) -> Tensor:
-    """Attend each query to the keys of its bucket, [B, L, H, D]. Every query's bucket must hold a key.
-
-    Waits for the device once, to learn the longest sequence.
-    """
-    dim = q_BLHD.shape[-1]
-    if keys.biased:
         constant = q_BLHD.new_full((*q_BLHD.shape[:3], BIAS_PARTS), _bias_factor(dim, q_BLHD.dtype))
         q_BLHD = torch.cat([q_BLHD, pad(constant, (0, BIAS_CHANNELS - BIAS_PARTS))], dim=-1)
-    order, at = _sequences(codes_BLH, keys.buckets)
+    queries = group_codes(q_codes_ABLH, num_buckets=num_buckets)
+    q_order, q_at = _sequences([queries])
+    k_order, k_at = _sequences(groups)
     attend = ragged or (_flash if q_BLHD.is_cuda else ragged_torch)
-    longest = (int(at.diff().max()), keys.longest)
-    found = attend(_rows(q_BLHD)[order], keys.k_THD, keys.v_THD, at, keys.at, longest, dim**-0.5)
+    longest = (q_BLHD.shape[1], k_BNHD.shape[1])  # a bound: the lengths themselves are on the device
+    found = attend(
+        _rows(q_BLHD)[q_order], _rows(k_BNHD)[k_order], _rows(v_BNHD)[k_order], q_at, k_at, longest, dim**-0.5
+    )
     out = torch.empty_like(found)
-    out[order] = found
-    batch, queries, heads = codes_BLH.shape
-    return out.view(batch, heads, queries, -1)[..., :dim].transpose(1, 2)
+    out[q_order] = found
+    batch, length, heads = q_BLHD.shape[:3]
+    return out.view(batch, heads, length, -1)[..., :dim].transpose(1, 2)
 
 
 def _rows(x_BNHD: Tensor) -> Tensor:
@@ -118,13 +99,25 @@ def _rows(x_BNHD: Tensor) -> Tensor:
     return x_BNHD.transpose(1, 2).reshape(-1, 1, x_BNHD.shape[-1])
 
 
-def _sequences(codes_BNH: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
-    """Return the order of ``_rows`` in which sequences are whole, and where each begins, int32 [S+1]."""
-    batch, _, heads = codes_BNH.shape
-    group = torch.arange(batch * heads, device=codes_BNH.device).view(batch, heads, 1) * buckets
-    sequence = (group + codes_BNH.transpose(1, 2)).flatten()
-    counts = torch.bincount(sequence, minlength=batch * heads * buckets)
-    return sequence.argsort(stable=True), pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+def _sequences(groups: Sequence[KeyGroups]) -> tuple[Tensor, Tensor]:
+    """Return the order of ``_rows`` in which sequences are whole, and where each begins, int32 [S+1].
+
+    Pages' orders are merged, not sorted again: each run of a page's bucket moves as one. Hidden keys are a bucket too.
+    """
+    order_BHN, sorted_BHN = in_page_order(groups)
+    counts_PBHK = torch.stack([page.starts_BHE for page in groups]).diff(dim=-1).to(torch.int64)
+    total_BHK = counts_PBHK.sum(dim=0)
+    first_BHK = (total_BHK.flatten().cumsum(0) - total_BHK.flatten()).view_as(total_BHK)
+    starts_PBHK = torch.stack([page.starts_BHE[..., :-1] for page in groups])
+    shift_PBHK = first_BHK + counts_PBHK.cumsum(dim=0) - counts_PBHK - starts_PBHK
+    place = []
+    for n, codes in enumerate(sorted_BHN.split([page.num_keys for page in groups], dim=-1)):
+        within = torch.arange(codes.shape[-1], device=codes.device)
+        place.append(shift_PBHK[n].gather(2, codes) + within)
+    head = torch.arange(total_BHK.shape[0] * total_BHK.shape[1], device=order_BHN.device) * order_BHN.shape[-1]
+    rows = order_BHN.flatten(0, 1) + head.unsqueeze(1)
+    merged = torch.empty_like(rows.flatten()).scatter_(0, torch.cat(place, dim=-1).flatten(), rows.flatten())
+    return merged, pad(total_BHK.flatten().cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _bias_factor(dim: int, dtype: torch.dtype) -> float:

@@ -1,23 +1,69 @@
 """Triton kernels of the KV policies; each has a torch twin that is right everywhere.
 
-Nothing of size queries × keys is written to memory, and nothing waits for the host. Block sizes are fixed.
+Nothing of size queries × keys is written to memory, and nothing waits for the host. On CUDA block sizes are measured
+when a kernel first meets sizes of a class, and kept (``Tuned``).
 Letters: B batch, G groups of queries, R queries of a group, L queries, N keys, H heads, D head dim.
 """
 
 # ruff: noqa: ANN001, ANN202 -- a kernel's arguments are pointers and numbers of Triton's own
 
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-BLOCK_Q = 64
-BLOCK_K = 64
+from triton.runtime.interpreter import InterpretedFunction
 
 
-@triton.jit
+class Tuned:
+    """A kernel with block sizes to choose between.
+
+    On CUDA the fastest are measured once per class of sizes (the kernel's argument ``SIZE``), which waits for the
+    device; Triton keeps them on disk, so that later runs on the machine use the same ones and give the same bytes.
+    Float32 has small blocks without a choice: it fills shared memory, and large blocks take a minute to compile.
+    Where Triton's interpreter runs the kernel nothing is measured, and the first sizes serve.
+    """
+
+    SMALL = triton.Config({"BLOCK_Q": 32, "BLOCK_K": 32}, num_warps=4, num_stages=2)
+
+    def __init__(self, kernel: Any, configs: Sequence[Any]) -> None:
+        self._lock = threading.Lock()  # lanes are threads, and Triton's tuner keeps the arguments of a launch
+        self._fixed: Mapping[str, int] = configs[0].kwargs if isinstance(kernel, InterpretedFunction) else {}
+        prune = {"early_config_prune": self._suitable}
+        tuner = triton.autotune([*configs, self.SMALL], ["SIZE", "PAD"], prune_configs_by=prune, cache_results=True)
+        self._kernel = kernel if self._fixed else tuner(kernel)
+
+    def launch(self, grid: Callable[[Mapping[str, int]], tuple[int, ...]], *args: Any, **constants: Any) -> None:
+        """Run the kernel over ``grid``, which is given the block sizes."""
+        with self._lock:
+            self._kernel[grid](*args, **constants, **self._fixed)
+
+    def _suitable(self, configs: list[Any], args: Mapping[str, Any], **constants: Any) -> list[Any]:
+        return [self.SMALL] if args["k_ptr"].dtype == torch.float32 else configs
+
+
+def block_sizes(*sizes: tuple[int, int]) -> list[Any]:
+    """Return Triton's configurations with these queries and keys per block."""
+    return [
+        triton.Config({"BLOCK_Q": queries, "BLOCK_K": keys}, num_warps=8 if queries * keys > 8192 else 4, num_stages=3)
+        for queries, keys in sizes
+    ]
+
+
+def size_class(queries: int, keys: int) -> int:
+    """Return a number that sizes share whose queries and keys have the same powers of two."""
+    return queries.bit_length() * 64 + keys.bit_length()
+
+
+BLOCKS = ((64, 64), (64, 128), (128, 64), (32, 64))
+
+
+@triton.jit(do_not_specialize=["SIZE"])
 def _log_sums(
-    q_ptr, k_ptr, bias_ptr, out_ptr, num_queries, num_keys, scale,
+    q_ptr, k_ptr, bias_ptr, out_ptr, num_queries, num_keys, scale, SIZE,
     HAS_BIAS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Write log Σ exp of each query's logits: q [BH, Q, D], k [BH, N, D], bias [BH, N] -> out [BH, Q]."""
@@ -43,9 +89,9 @@ def _log_sums(
     tl.store(out_ptr + head * num_queries + rows, top + tl.log(total), mask=rows < num_queries)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["SIZE"])
 def _mass(
-    q_ptr, k_ptr, bias_ptr, log_sum_ptr, out_ptr, num_groups, group_queries, num_keys, scale,
+    q_ptr, k_ptr, bias_ptr, log_sum_ptr, out_ptr, num_groups, group_queries, num_keys, scale, SIZE,
     HAS_BIAS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Write each key's mean weight over a group's queries: out [BH, G, N]. One program per keys, group and head."""
@@ -71,6 +117,10 @@ def _mass(
     tl.store(at, total / group_queries, mask=keys < num_keys)
 
 
+_LOG_SUMS = Tuned(_log_sums, block_sizes(*BLOCKS))
+_MASS = Tuned(_mass, block_sizes(*BLOCKS, (16, 64)))  # a group may have few queries
+
+
 def attention_mass_triton(q_BGRHD: Tensor, k_BNHD: Tensor, *, bias_BHN: Tensor | None = None) -> Tensor:
     """Return the mean over each group of softmax(q·k/√d + bias), float32 [B, G, N, H]; as ``attention_mass_torch``.
 
@@ -83,20 +133,24 @@ def attention_mass_triton(q_BGRHD: Tensor, k_BNHD: Tensor, *, bias_BHN: Tensor |
     k = k_BNHD.transpose(1, 2).contiguous()
     bias = k if bias_BHN is None else bias_BHN.to(torch.float32).expand(batch, heads, keys).contiguous()
     fixed = {"HAS_BIAS": bias_BHN is not None, "DIM": dim, "PAD": max(16, triton.next_power_of_2(dim))}
-    blocks = {"BLOCK_Q": BLOCK_Q, "BLOCK_K": BLOCK_K}
     log_sum = torch.empty(batch * heads, groups * queries, dtype=torch.float32, device=k.device)
-    grid = (triton.cdiv(groups * queries, BLOCK_Q), batch * heads)
-    _log_sums[grid](q, k, bias, log_sum, groups * queries, keys, dim**-0.5, **fixed, **blocks)
+    _LOG_SUMS.launch(
+        lambda meta: (triton.cdiv(groups * queries, meta["BLOCK_Q"]), batch * heads),
+        *(q, k, bias, log_sum, groups * queries, keys, dim**-0.5, size_class(groups * queries, keys)),
+        **fixed,
+    )
     out = torch.empty(batch, heads, groups, keys, dtype=torch.float32, device=k.device)
-    blocks["BLOCK_Q"] = min(BLOCK_Q, max(16, triton.next_power_of_2(queries)))
-    grid = (triton.cdiv(keys, BLOCK_K), groups, batch * heads)
-    _mass[grid](q, k, bias, log_sum, out, groups, queries, keys, dim**-0.5, **fixed, **blocks)
+    _MASS.launch(
+        lambda meta: (triton.cdiv(keys, meta["BLOCK_K"]), groups, batch * heads),
+        *(q, k, bias, log_sum, out, groups, queries, keys, dim**-0.5, size_class(queries, keys)),
+        **fixed,
+    )
     return out.permute(0, 2, 3, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["SIZE"])
 def _nearest(
-    q_ptr, k_ptr, scale_ptr, out_ptr, num_queries, num_keys,
+    q_ptr, k_ptr, scale_ptr, out_ptr, num_queries, num_keys, SIZE,
     DIM: tl.constexpr, PAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Write the index of the key with the largest code product · key scale; the first of equals."""
@@ -121,6 +175,9 @@ def _nearest(
     tl.store(out_ptr + head * num_queries + rows, found, mask=rows < num_queries)
 
 
+_NEAREST = Tuned(_nearest, block_sizes(*BLOCKS))
+
+
 def nearest_codes_triton(q_BLHE: Tensor, k_BNHE: Tensor, scale_BNH: Tensor) -> Tensor:
     """Return the index int64 [B, L, H] of the key with the largest product of 8-bit codes times its scale.
 
@@ -131,7 +188,9 @@ def nearest_codes_triton(q_BLHE: Tensor, k_BNHE: Tensor, scale_BNH: Tensor) -> T
     q, k = (x.to(torch.int8).transpose(1, 2).contiguous() for x in (q_BLHE, k_BNHE))
     scale = scale_BNH.to(torch.float32).transpose(1, 2).contiguous()
     out = torch.empty(batch, heads, queries, dtype=torch.int32, device=q.device)
-    grid = (triton.cdiv(queries, BLOCK_Q), batch * heads)
-    pad = max(32, triton.next_power_of_2(dim))
-    _nearest[grid](q, k, scale, out, queries, keys, DIM=dim, PAD=pad, BLOCK_Q=BLOCK_Q, BLOCK_K=BLOCK_K)
+    _NEAREST.launch(
+        lambda meta: (triton.cdiv(queries, meta["BLOCK_Q"]), batch * heads),
+        *(q, k, scale, out, queries, keys, size_class(queries, keys)),
+        **{"DIM": dim, "PAD": max(32, triton.next_power_of_2(dim))},
+    )
     return out.transpose(1, 2).to(torch.int64)

@@ -5,7 +5,8 @@ Letters: B batch, N rows of a prompt, C text width.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,6 +23,13 @@ class MergedPrompt:
     """On the rows' logits, float32: 0, but log n for the last row when it stands for n."""
     padded: bool
     """Whether the last row is the padding's, which no policy may drop."""
+    _codes: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def codes(self, block: int, make: Callable[[], Tensor]) -> Tensor:
+        """Return the buckets of a transformer block's rows, which ``make`` finds the first time."""
+        if block not in self._codes:
+            self._codes[block] = make()
+        return self._codes[block]
 
 
 def merge_padding(text: TextContext, text_BNC: Tensor) -> MergedPrompt:

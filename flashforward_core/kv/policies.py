@@ -7,18 +7,19 @@ Letters: B batch, L own tokens, N keys, H heads, D head dim.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..kv_policy import FutureForcingOptions, KVPolicy, TempCacheOptions, WindowOptions
+from ..kv_policy import FutureForcingOptions, KVPolicy, SparseOptions, TempCacheOptions, WindowOptions
 from ..model.attention import AttentionFn
 from ..model.biased_attention import BiasedAttentionFn
 from ..model.transformer import KVContext
 from ..registry import Registry
 from .future_forcing import Attended, compact, received
+from .groups import GroupedContext, GroupPage, KeyGroups, group_page
 from .queries import QueryStatistics, query_statistics
 from .temp_cache import absorb_frames, squeeze
 from .tokens import Grid, Tokens, join, unrotate, whole_frames
@@ -44,6 +45,8 @@ class BlockState:
     """Future Forcing's mean queries."""
     weighted: bool = False
     """Whether tokens may stand for several, so that attention needs a bias."""
+    groups: KeyGroups | None = None
+    """The tokens' buckets, where forwards attend to them sparsely."""
 
     @property
     def num_bytes(self) -> int:
@@ -53,7 +56,12 @@ class BlockState:
             parts += [self.attended.mass_BNH, self.attended.chunks_BNH]
         if self.statistics is not None:
             parts += [self.statistics.mean_BTHD, self.statistics.deviation_BTH]
-        return sum(part.nbytes for part in parts)
+        return sum(part.nbytes for part in parts) + (self.groups.num_bytes if self.groups else 0)
+
+    def grouped(self, options: SparseOptions) -> "BlockState":
+        """Return the state with its tokens' buckets; empty tokens are hidden."""
+        groups = group_page(self.tokens.k_BNHD, options=options, alive_BNH=self.tokens.count_BNH > 0)
+        return replace(self, groups=groups)
 
 
 PolicyState = tuple[BlockState, ...]
@@ -149,6 +157,10 @@ def next_state(state: PolicyState | None, own: Sequence[OwnKV], *, at: Compactio
     return tuple(compactor(block, chunk, at, policy) for block, chunk in zip(last, own, strict=True))
 
 
+class GroupedView(KVContext, GroupedContext, Protocol):
+    """A view of pages: a lane's bank's."""
+
+
 class PolicyView:
     """A view that also reads a policy's state, and collects what a publishing forward hands over.
 
@@ -158,7 +170,7 @@ class PolicyView:
 
     def __init__(
         self,
-        inner: KVContext,
+        inner: GroupedView,
         state: PolicyState | None,
         *,
         attend: AttentionFn,
@@ -176,12 +188,14 @@ class PolicyView:
         self._collects = collects
         self._bias_BHN: Tensor | None = None
         self._own_k_v: tuple[Tensor, Tensor] | None = None
+        self._inner_k_BNHD: Tensor | None = None
         self.collected: list[OwnKV] = []
 
     def extend(self, block: int, k_BLHD: Tensor, v_BLHD: Tensor) -> tuple[Tensor, Tensor]:
         """Store one block's own keys and values; return all that the forward attends to."""
         k_BNHD, v_BNHD = self._inner.extend(block, k_BLHD, v_BLHD)
         self._own_k_v = (k_BLHD, v_BLHD) if self._collects else None
+        self._inner_k_BNHD = k_BNHD
         self._bias_BHN = None
         if self._state is None:
             return k_BNHD, v_BNHD
@@ -191,6 +205,16 @@ class PolicyView:
         if state.weighted:
             self._bias_BHN = torch.nn.functional.pad(tokens.bias_BHN, (front, k_BLHD.shape[1]))
         return _insert(k_BNHD, tokens.k_BNHD, at=front), _insert(v_BNHD, tokens.v_BNHD, at=front)
+
+    def groups(self, block: int, k_BNHD: Tensor, group: GroupPage) -> list[KeyGroups]:
+        """Return the buckets of the keys that ``extend`` returned last: of anchors, of the state, and of its own."""
+        assert self._inner_k_BNHD is not None, "a block attends to what it has extended"
+        *anchors, own = self._inner.groups(block, self._inner_k_BNHD, group)
+        if self._state is None:
+            return [*anchors, own]
+        kept = self._state[block].groups
+        assert kept is not None, f"the tokens kept for block {block} were not grouped when they were compacted"
+        return [*anchors, kept, own]
 
     def attend(self, q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
         """Attend to what ``extend`` returned last."""

@@ -1,12 +1,17 @@
 """Sparse attention in whole rollouts: dense everywhere it changes nothing, sparse it is the same on any lanes."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flashforward_core.engine.rollout import DevicePlan, render
+from flashforward_core.graph.schedules import SCHEDULES
+from flashforward_core.kv.bucket_attention import BUCKET_ATTENTION, BucketAttention, attend_torch
+from flashforward_core.kv.groups import KeyGroups, group_page
 from flashforward_core.kv_policy import KeepOptions, SparseOptions, TempCacheOptions
 
 pytestmark = pytest.mark.cpu
@@ -51,3 +56,50 @@ def test_sparse_forwards_give_the_same_bytes_on_any_lanes(rig: Any, policy: Any)
         assert one.latents_BCFHW.isfinite().all()
         found[name] = one.sha256
     assert len({dense.sha256, *found.values()}) == 4
+
+
+class Regrouped:
+    """Attends as ``torch`` does, once it has found every page's buckets again from the keys of that very forward."""
+
+    def __init__(self) -> None:
+        self.calls = self.pages = 0
+
+    def attend(
+        self, q: Tensor, q_codes: Tensor, k: Tensor, v: Tensor, groups: Sequence[KeyGroups], bias: Tensor | None
+    ) -> Tensor:
+        alive = torch.ones(k.shape[:3]) > 0 if bias is None else (bias > -torch.inf).transpose(1, 2).expand(k.shape[:3])
+        start = 0
+        for page in groups:
+            at = slice(start, start + page.num_keys)
+            masks = [
+                None,
+                alive[:, at],
+            ]  # a page of a bank, or a policy's state, whose mean is a sum over what is alive
+            again = [group_page(k[:, at], options=SPARSE, alive_BNH=mask) for mask in masks]
+            assert any(_equal(page, other) for other in again), "these are not the buckets of the page's keys"
+            start = at.stop
+        assert start == k.shape[1]
+        self.calls, self.pages = self.calls + 1, self.pages + len(groups)
+        return attend_torch(q, q_codes, k, v, groups, bias)
+
+
+def _equal(first: KeyGroups, second: KeyGroups) -> bool:
+    return all(torch.equal(getattr(first, field.name), getattr(second, field.name)) for field in fields(KeyGroups))
+
+
+SPARSE = SparseOptions(sparse_share=1.0, attention="regrouped")
+
+
+@pytest.mark.parametrize("policy", [KeepOptions(), TempCacheOptions(threshold=0.5, budget_frames=6)])
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_buckets_that_pages_keep_are_those_that_a_forward_would_find(
+    rig: Any, schedule: str, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On three lanes, so that pages are also copied from where they were written; some forwards read several pages."""
+    check = Regrouped()
+    entry = BucketAttention(name="regrouped", attend=check.attend, obstacle=lambda device, dtype, tables: None)
+    monkeypatch.setitem(BUCKET_ATTENTION._entries, "regrouped", entry)
+    spec = replace(rig.spec(schedule), kv_policy=policy, sparse=SPARSE)
+    found = render(rig.backbone(), spec, _texts(rig), devices=THREE)
+    assert found.latents_BCFHW.isfinite().all()
+    assert check.pages > check.calls > 0

@@ -1,13 +1,19 @@
 """Triton kernels equal their torch twins: on CUDA, or run by Triton's interpreter where TRITON_INTERPRET=1."""
 
 import os
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from flashforward_core.kv.ann import nearest, quantise
 from flashforward_core.kv.attention_mass import attention_mass_torch
-from flashforward_core.kv_policy import AnnOptions
+from flashforward_core.kv.bucket_attention import BUCKET_ATTENTION, attend_torch
+from flashforward_core.kv.groups import all_codes, bucket_tables, group_page, meets
+from flashforward_core.kv.sparse import attend_prompt
+from flashforward_core.kv_policy import AnnOptions, SparseOptions
+from flashforward_core.model.biased_attention import attend_biased
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RUNS = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
@@ -71,19 +77,59 @@ def test_nearest_codes_equal_the_twin(shape: tuple[int, ...]) -> None:
     assert ((products.amax(dim=-1) - reached).abs() < 1e-4 * reached.abs()).all()  # float32 scales
 
 
+BUCKETED = [torch.float32, *HALF]
+
+
+@pytest.mark.parametrize("dtype", BUCKETED)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(1, 70, [90, 20, 60], 2, 24, 2), (2, 20, [12], 1, 64, 5)])
+def test_attention_over_pages_of_buckets_equals_its_twin(shape: Any, dtype: torch.dtype, biased: bool) -> None:
+    """Of pages in a longer buffer, with hidden keys; with many buckets some queries are alone and see all keys."""
+    from flashforward_core.kv.bucket_kernel import attend_triton
+
+    batch, queries, sizes, heads, dim, planes = shape
+    options, keys = SparseOptions(planes=planes), sum(sizes)
+    q = _randn(batch, queries, heads, dim, seed=0).to(dtype)
+    k, v = (_randn(batch, keys + 9, heads, dim, seed=seed).to(dtype)[:, 4:-5] for seed in (1, 2))
+    bias = _randn(batch, heads, keys, seed=3).abs() * 3 if biased else None
+    if bias is not None:
+        bias[..., ::5] = -torch.inf
+    alive = torch.ones(batch, keys, heads, device=DEVICE) > 0 if bias is None else (bias > -torch.inf).transpose(1, 2)
+    pages = [
+        group_page(k_page, options=options, alive_BNH=alive_page)
+        for k_page, alive_page in zip(k.split(sizes, dim=1), alive.split(sizes, dim=1), strict=True)
+    ]
+    codes = bucket_tables(q, options=options)
+    met = meets(codes, all_codes(pages), num_buckets=2**planes)
+    assert met.all() if planes == 2 else not met.all()
+    found = attend_triton(q, codes, k, v, pages, bias)
+    expected = attend_torch(q.float(), codes, k.float(), v.float(), pages, bias)
+    close = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # weights are rounded to the values' dtype
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=close[dtype])
+
+
+def test_dropped_prompt_rows_are_a_hidden_bucket() -> None:
+    """The kernel skips them; the other way gathers what is kept."""
+    q, k, v = (_randn(2, tokens, 3, 32, seed=seed) for seed, tokens in enumerate((50, 20, 20)))
+    kept = _randn(2, 20, 3, seed=5) > 0
+    bias = _randn(1, 1, 20, seed=6)
+    attend = partial(attend_prompt, q, k, v, kept_BNH=kept, bias_BHN=bias, attend=attend_biased)
+    found, expected = (attend(kernel=BUCKET_ATTENTION[name]) for name in ("triton", "torch"))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_dense_calls_per_bucket_equal_their_twin(biased: bool) -> None:
     """Flash attention on ragged batches, with a bias on channels of its own: bfloat16's precision of the result."""
-    from flashforward_core.kv.grouped import attend_grouped, group_keys, ragged_torch
-    from flashforward_core.kv.sparse import bucket_of_queries_and_keys
-    from flashforward_core.kv_policy import SparseOptions
+    from flashforward_core.kv.grouped import attend_ragged
 
     q, k, v = (_randn(2, tokens, 3, 64, seed=seed).to(torch.bfloat16) for seed, tokens in enumerate((300, 700, 700)))
     bias = _randn(2, 3, 700, seed=4).abs() * 3 if biased else None
     if bias is not None:
         bias[..., ::5] = -torch.inf
-    q_codes, k_codes = bucket_of_queries_and_keys(q, k, options=SparseOptions(), bias_BHN=bias)
-    keys = group_keys(k, v, k_codes[0], buckets=9, bias_BHN=bias)
-    wide = group_keys(k.float(), v.float(), k_codes[0], buckets=9, bias_BHN=bias)
-    expected = attend_grouped(q.float(), q_codes[0], wide, ragged=ragged_torch)
-    torch.testing.assert_close(attend_grouped(q, q_codes[0], keys).float(), expected, rtol=0, atol=2e-2)
+    alive = None if bias is None else (bias > -torch.inf).transpose(1, 2)
+    pages = [group_page(k, options=SparseOptions(), alive_BNH=alive)]
+    codes = bucket_tables(q, options=SparseOptions())
+    found = attend_ragged(q, codes, k, v, pages, bias)
+    expected = attend_torch(q.float(), codes, k.float(), v.float(), pages, bias)
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=2e-2)

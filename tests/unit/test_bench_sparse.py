@@ -12,7 +12,7 @@ from flashforward_core.commands.bench_sparse import NAMES, Bench, Densities, _la
 
 pytestmark = pytest.mark.cpu
 
-ARGS = argparse.Namespace(model="embedded", resolution="128x192", precision="fp32")
+ARGS = argparse.Namespace(model="embedded", resolution="128x192", precision="fp32", sparse_attention="auto")
 
 
 def _bench(**changes: float) -> Bench:
@@ -26,6 +26,12 @@ def test_random_buckets_meet_as_often_as_measured(density: float) -> None:
     torch.manual_seed(0)
     q, k = (_bench()._codes(torch.empty(1, 3000, 2, 1), share, 8) for _ in range(2))
     assert (q.unsqueeze(2) == k.unsqueeze(1)).double().mean().item() == pytest.approx(density, abs=0.02)
+
+
+def test_a_history_lies_in_pages_of_chunks() -> None:
+    """96 tokens a frame: two chunks of three frames, one frame that is left over, and the chunk itself."""
+    assert _bench()._page_sizes(7) == [288, 288, 96, 288]
+    assert _bench()._page_sizes(3) == [288, 288]
 
 
 def test_temp_cache_holds_the_measured_share_up_to_its_budget() -> None:
