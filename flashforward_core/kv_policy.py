@@ -183,3 +183,19 @@ class SparseOptions:
         first_stage = max(1, round(self.dense_share * num_stages))
         first_block = num_blocks - round(self.sparse_share * num_blocks)
         return stage >= first_stage and block >= first_block
+
+
+SPARSE_CHOICES: dict[str, SparseOptions | None] = {
+    "none": None,
+    "cross": SparseOptions(video=False),
+    "self": SparseOptions(prompt=False),
+    "both": SparseOptions(),
+}
+"""Which attentions are sparse, by the names that users choose between."""
+
+
+def sparse_named(name: str) -> SparseOptions | None:
+    """Return what ``name`` means, None where nothing is sparse."""
+    if name not in SPARSE_CHOICES:
+        raise ValueError(f"sparse={name!r} is unknown; use one of: {', '.join(SPARSE_CHOICES)}")
+    return SPARSE_CHOICES[name]

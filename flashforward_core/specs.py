@@ -218,6 +218,11 @@ class RolloutSpec:
                 f"start_frames={self.start_frames} leaves nothing to make of {self.shape.latent_frames} latent frames; "
                 "use a longer video or a shorter start"
             )
+        if self.sparse is not None and self.stages.num_stages == 1:
+            raise ValueError(
+                "sparse attention has no use with 1 stage, since the first stage stays dense; "
+                "use 2 stages or more, or sparse=none"
+            )
         if self.history.chunks == 0 and self.anchors is None and self.num_chunks > 1:
             raise ValueError("history=0 reads nothing; use history >= 1 or anchors")
         sink_chunks = -(-self.history.sink // self.chunk_frames)

@@ -14,17 +14,16 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from flashforward_core.engine.rollout import Anchors, DevicePlan
-from flashforward_core.kv_policy import KVPolicy
 from flashforward_core.model.roles import Backbone
 
-from .sockets import AnchorsSocket, BackboneSocket, DevicesSocket, KVPolicySocket, PlanSocket, PlanValue
+from .sockets import AnchorsSocket, BackboneSocket, DevicesSocket, KVPolicySocket, PlanSocket, PlanValue, PolicyValue
 
 SOCKETS = {
     BackboneSocket.io_type: Backbone,
     PlanSocket.io_type: PlanValue,
     AnchorsSocket.io_type: Anchors,
     DevicesSocket.io_type: DevicePlan,
-    KVPolicySocket.io_type: KVPolicy,
+    KVPolicySocket.io_type: PolicyValue,
     io.Image.io_type: Tensor,
     io.Latent.io_type: dict,
     io.Conditioning.io_type: list,

@@ -120,7 +120,7 @@ class Plan(io.ComfyNode):
         asked = build_spec(**values)
         spec, said = fit_spec(asked, name=backbone.preset, reason=backbone.preset_reason, mode=preset)
         if kv_policy is not None:
-            spec = replace(spec, kv_policy=kv_policy)
+            spec = replace(spec, kv_policy=kv_policy.kv_policy, sparse=kv_policy.sparse)
         check_size(backbone, width=spec.shape.width, height=spec.shape.height)
         where = devices if devices is not None else default_devices()
         plan = PlanValue(spec=spec, devices=where, node_id=cls.hidden.unique_id)

@@ -6,20 +6,27 @@ from comfy_api.latest import io
 
 from flashforward_core.kv_policy import (
     KV_POLICIES,
+    SPARSE_CHOICES,
     FutureForcingOptions,
     KeepOptions,
     KVPolicy,
     TempCacheOptions,
     WindowOptions,
+    sparse_named,
 )
 
-from .sockets import CATEGORY, KVPolicySocket, expert
+from .sockets import CATEGORY, KVPolicySocket, PolicyValue, expert
 
 
-def policy_options(
+def policy_value(*, sparse: str = "none", **options: Any) -> PolicyValue:
+    """Return what the node's widgets mean; ``ValueError`` names what does not fit. Old workflows have no ``sparse``."""
+    return PolicyValue(kv_policy=_policy_options(**options), sparse=sparse_named(sparse))
+
+
+def _policy_options(
     *, policy: str, budget_frames: int, sink_frames: int, future_weight: float, threshold: float
 ) -> KVPolicy:
-    """Take the values that ``policy`` has; ``ValueError`` names what does not fit."""
+    """Take the values that ``policy`` has."""
     kind = KV_POLICIES[policy]
     if kind is WindowOptions:
         return WindowOptions(budget_frames=budget_frames, sink_frames=sink_frames)
@@ -81,19 +88,28 @@ class KVPolicyNode(io.ComfyNode):
                     step=0.01,
                     tooltip="How alike tokens must be to be stored once; above 1 none are. For temp_cache.",
                 ),
+                expert(
+                    io.Combo,
+                    "sparse",
+                    options=list(SPARSE_CHOICES),
+                    default="none",
+                    optional=True,
+                    tooltip="Lets later stages attend only to tokens that are like theirs, with any policy. self: of "
+                    "the video (AnnSA). cross: of the prompt (AnnCA). Pays with long caches; it changes the video.",
+                ),
             ],
             outputs=[KVPolicySocket.Output("kv_policy", display_name="kv_policy", tooltip="For Plan.")],
         )
 
     @classmethod
     def validate_inputs(cls, **inputs: Any) -> bool | str:
-        missing = [entry.id for entry in cls.define_schema().inputs if entry.id not in inputs]
+        missing = [entry.id for entry in cls.define_schema().inputs if not entry.optional and entry.id not in inputs]
         if missing:
             raise ValueError(f"{missing[0]} is missing; use the value of the node's widget")
         if None not in inputs.values():  # linked values are checked when the node runs
-            policy_options(**inputs)  # a ValueError reaches the user once; a returned text once per input
+            policy_value(**inputs)  # a ValueError reaches the user once; a returned text once per input
         return True
 
     @classmethod
     def execute(cls, **values: Any) -> io.NodeOutput:
-        return io.NodeOutput(policy_options(**values))
+        return io.NodeOutput(policy_value(**values))

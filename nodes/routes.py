@@ -10,7 +10,6 @@ from aiohttp import web
 from comfy_api.latest import io
 from server import PromptServer
 
-from flashforward_core.kv_policy import KVPolicy
 from flashforward_core.model.config import EMBEDDED, WAN_1_3B, WAN_14B, WanConfig
 from flashforward_core.model.presets import choose_preset, fit_spec
 from flashforward_core.prompts import PromptTime, parse, spans
@@ -19,8 +18,9 @@ from flashforward_core.specs import RolloutSpec, VideoShape
 from .devices import Devices, default_devices, device_plan
 from .loading import EMBEDDED as EMBEDDED_CHOICE
 from .planning import PLAN_VALUES, Plan, build_spec
-from .policies import KVPolicyNode, policy_options
+from .policies import KVPolicyNode, policy_value
 from .prompts import PromptSchedule, at_fps
+from .sockets import PolicyValue
 from .summary import predict_plan, to_page
 
 PATH = "/flashforward/plan"
@@ -69,7 +69,8 @@ def answer(body: Any) -> dict[str, Any]:
     file_name = _text(backbone, "backbone", EMBEDDED_CHOICE)
     spec, note = _fitted(build_spec(**_plan_values(body)), backbone, mode=_text(body, "preset", "auto"))
     if "kv_policy" in body:
-        spec = replace(spec, kv_policy=_policy(body["kv_policy"]))
+        policy = _policy(body["kv_policy"])
+        spec = replace(spec, kv_policy=policy.kv_policy, sparse=policy.sparse)
     if "prompts" in body:
         spec = replace(spec, prompts=spans(_prompt_times(body["prompts"]), spec.shape))
     start = _start_frames(body["start"]) if "start" in body else 0
@@ -138,11 +139,11 @@ def _devices_entry(name: str) -> Any:
     return next(entry for entry in Devices.define_schema().inputs if entry.id == name)
 
 
-def _policy(values: Any) -> KVPolicy:
+def _policy(values: Any) -> PolicyValue:
     if not isinstance(values, dict):
         raise ValueError(f"kv_policy={values!r} is no JSON object; send KV Policy's values by name")
-    entries = KVPolicyNode.define_schema().inputs
-    return policy_options(**{entry.id: _checked(entry, values.get(entry.id), node="KV Policy") for entry in entries})
+    entries = [entry for entry in KVPolicyNode.define_schema().inputs if entry.id in values or not entry.optional]
+    return policy_value(**{entry.id: _checked(entry, values.get(entry.id), node="KV Policy") for entry in entries})
 
 
 def _checked(entry: Any, value: Any, *, node: str) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from flashforward_core.engine.rollout import DevicePlan
+from flashforward_core.kv_policy import KVPolicy, SparseOptions
 from flashforward_core.specs import RolloutSpec
 
 CATEGORY = "FlashForward"
@@ -29,6 +30,14 @@ class PlanValue:
     devices: DevicePlan
     node_id: str | None = None
     """The Plan node, whose timeline shows what runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyValue:
+    """What flows through an FF_KV_POLICY socket; Plan puts both into its rollout."""
+
+    kv_policy: KVPolicy
+    sparse: SparseOptions | None = None
 
 
 def expert(kind: Any, name: str, **options: Any) -> Any:

@@ -9,7 +9,7 @@ from ..engine.memory import KV_CHOICES, OFFLOAD_CHOICES, MemoryOptions
 from ..engine.placement import LAYOUTS, ORDERS
 from ..graph.anchors import RULES
 from ..graph.schedules import SCHEDULES, spec_for
-from ..kv_policy import KV_POLICIES, SparseOptions, policy_named
+from ..kv_policy import KV_POLICIES, policy_named, sparse_named
 from ..names import check_name
 from ..specs import AnchorPlan, History, RolloutSpec, VideoShape
 
@@ -100,7 +100,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-policy", default="keep", help=f"one of: {', '.join(KV_POLICIES)} (keep)")
     parser.add_argument("--kv-budget", type=int, metavar="N", help="latent frames' worth that the policy keeps")
     parser.add_argument(
-        "--sparse", action="store_true", help="let later stages see only the tokens that are like theirs (AnnSA, AnnCA)"
+        "--sparse",
+        nargs="?",
+        const="both",
+        default="none",
+        metavar="WHICH",
+        help="let later stages see only the tokens that are like theirs: self (of the video, AnnSA), cross (of the "
+        "prompt, AnnCA), both (if nothing follows), none (none)",
     )
 
 
@@ -120,7 +126,7 @@ def spec_of(args: argparse.Namespace, *, size: tuple[int, int]) -> RolloutSpec:
         history=History(chunks=args.history, planner_blocks=args.planner_history, sink=args.sink),
         seed=args.seed,
         kv_policy=policy_named(args.kv_policy, budget_frames=args.kv_budget),
-        sparse=SparseOptions() if args.sparse else None,
+        sparse=sparse_named(args.sparse),
     )
     return spec_for(spec)
 

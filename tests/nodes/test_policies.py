@@ -34,6 +34,16 @@ def test_only_a_policy_that_removes_something_changes_the_video(client: Client, 
     assert less != plain
 
 
+def test_sparse_attention_goes_with_any_policy_and_is_off_where_a_workflow_does_not_know_it(
+    client: Client, latents: Json
+) -> None:
+    """The same as ``render --sparse``; of three chunks the last has two to look back at."""
+    plain, sparse = (client.run(with_policy(latents, policy="keep", **more)) for more in ({}, {"sparse": "both"}))
+    assert plain.sha256() != sparse.sha256()
+    with pytest.raises(RunError, match="sparse='some' is unknown; use one of: none, cross, self, both"):
+        client.run(with_policy(latents, policy="keep", sparse="some"))
+
+
 def test_a_budget_that_leaves_no_choice_is_refused(client: Client, latents: Json) -> None:
     prompt = with_policy(latents, policy="future_forcing", budget_frames=6)
     with pytest.raises(RunError, match=r"budget_frames=6 leaves no choice beside 3 sink and 3 recent frames"):

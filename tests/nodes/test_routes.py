@@ -236,6 +236,7 @@ def test_a_schedule_without_anchors_has_none(server: Server) -> None:
         ({"kv_policy": POLICY["policy"]}, ("kv_policy='window'", "JSON object")),
         ({"kv_policy": {**POLICY, "budget_frames": 0}}, ("budget_frames=0", "1 to 3000")),
         ({"kv_policy": {}}, ("policy=None", "KV Policy")),
+        ({"kv_policy": {**POLICY, "sparse": "some"}}, ("sparse='some'", "none, cross, self, both")),
         ({"prompts": "noon"}, ("prompts='noon'", "JSON object")),
         ({"prompts": {"text": "noon [30s] | night"}}, ("prompt 2", "the video ends at")),
         ({"prompts": {"text": "noon", "fps": 0}}, ("fps=0", "1 to 240")),

@@ -23,7 +23,7 @@ INPUTS = {
     "FlashForwardPlanAnchors": "backbone plan positive seed keep start_image vae",
     "FlashForwardSetAnchor": "anchors seconds lock image samples vae reseed",
     "FlashForwardDevices": "devices layout order decode ray_address kv offload budget_gib",
-    "FlashForwardKVPolicy": "policy budget_frames sink_frames future_weight threshold",
+    "FlashForwardKVPolicy": "policy budget_frames sink_frames future_weight threshold sparse",
     "FlashForwardRender": "backbone plan positive seed anchors reuse_gib start_samples",
     "FlashForwardDecodeVideo": "samples fps filename_prefix vae backbone",
     "FlashForwardReport": "timeline video plan",

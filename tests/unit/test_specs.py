@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from flashforward_core.kv_policy import SparseOptions
 from flashforward_core.specs import AnchorPlan, History, PromptSpan, RolloutSpec, StageSchedule, VideoShape
 
 pytestmark = pytest.mark.cpu
@@ -105,6 +106,10 @@ def test_a_prompt_holds_until_the_next_one() -> None:
         (
             lambda: RolloutSpec(shape=shape(), history=History(chunks=2, sink=7)),
             "sink=7 is longer than the history of 6 latent frames; use sink <= 6",
+        ),
+        (
+            lambda: RolloutSpec(shape=shape(), stages=StageSchedule(starts=(1.0,)), sparse=SparseOptions()),
+            "sparse attention has no use with 1 stage, since the first stage stays dense; use 2 stages or more",
         ),
         (lambda: RolloutSpec(shape=shape(), prompts=()), "they must rise from 0"),
         (lambda: RolloutSpec(shape=shape(), prompts=(PromptSpan(start=1),)), "they must rise from 0"),
