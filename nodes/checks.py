@@ -29,7 +29,7 @@ SOCKETS = {
     io.Conditioning.io_type: list,
 }
 """What comes through a socket; a client can send anything in a link's place."""
-FILES = ("backbone", "planner_lora", "renderer_lora", "lora")
+FILES = ("backbone", "planner_lora", "renderer_lora", "lora", "decoder")
 """Combos of files: what is there now may differ from what was listed, so the node itself looks."""
 
 

@@ -143,6 +143,7 @@ class RolloutMonitor:
     """Shows a rollout's events on its node and on its plan's timeline: call it with each, on the execution thread.
 
     ``planner_only`` is for Plan Anchors, which runs on one lane. ``given_anchors`` tells that the planner only commits.
+    ``shows_video`` is for nodes that end with a video, in whose place the editor would keep a picture for good.
     """
 
     def __init__(
@@ -153,8 +154,10 @@ class RolloutMonitor:
         plan: PlanValue,
         planner_only: bool = False,
         given_anchors: bool = False,
+        shows_video: bool = False,
     ) -> None:
         self._progress = Progress(node_id=node_id)
+        self._shows_video = shows_video
         self._look = look if _is_watched() else None
         self._scale = look.scale
         self._node_id = node_id
@@ -215,7 +218,7 @@ class RolloutMonitor:
 
     def _show(self, *, now: bool = False) -> None:
         picture = None
-        if self._picture is not None and (self._pictures.opens() or now):
+        if self._picture is not None and not self._shows_video and (self._pictures.opens() or now):
             picture, self._picture = self._picture, None
         self._progress.show(self._done, self._total, preview=picture, scale=self._scale)
         if self._texts.opens() or now:

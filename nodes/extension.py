@@ -13,6 +13,7 @@ from .planning import Plan, PlanAnchors
 from .policies import KVPolicyNode
 from .prompts import PromptSchedule
 from .rendering import Render
+from .rendering_video import RenderVideo
 from .report import Report
 from .video import DecodeVideo
 
@@ -34,6 +35,7 @@ class FlashForwardExtension(ComfyExtension):
             Devices,
             KVPolicyNode,
             Render,
+            RenderVideo,
             DecodeVideo,
             Report,
         ]

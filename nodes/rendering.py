@@ -33,6 +33,33 @@ from .sockets import (
 log = logging.getLogger(__name__)
 
 
+def rollout_inputs() -> list[Any]:
+    """Declare what every render needs."""
+    return [
+        BackboneSocket.Input("backbone", tooltip="The model, with its renderer role."),
+        PlanSocket.Input("plan", tooltip="Size, length and schedule."),
+        io.Conditioning.Input("positive", tooltip="The prompt."),
+        seed_input("The render's noise, and the anchors' when no anchors are connected."),
+    ]
+
+
+def anchors_input() -> Any:
+    """Declare anchors that are there already."""
+    return AnchorsSocket.Input(
+        "anchors", optional=True, tooltip="From Plan Anchors; unconnected: planned while rendering."
+    )
+
+
+def start_input() -> Any:
+    """Declare latents with which the video begins."""
+    return io.Latent.Input(
+        "start_samples",
+        optional=True,
+        tooltip="Latents with which the video begins: a finished video to go on from, or a picture's. "
+        "Unconnected: the start that the anchors were planned for, if any.",
+    )
+
+
 class Render(io.ComfyNode):
     """Render all chunks as a wavefront over the devices."""
 
@@ -45,13 +72,8 @@ class Render(io.ComfyNode):
             description="Renders the planned video. With anchors connected it uses them as they are; without, it "
             "plans them itself while it renders. The same seed gives the same latents on any number of devices.",
             inputs=[
-                BackboneSocket.Input("backbone", tooltip="The model, with its renderer role."),
-                PlanSocket.Input("plan", tooltip="Size, length and schedule."),
-                io.Conditioning.Input("positive", tooltip="The prompt."),
-                seed_input("The render's noise, and the anchors' when no anchors are connected."),
-                AnchorsSocket.Input(
-                    "anchors", optional=True, tooltip="From Plan Anchors; unconnected: planned while rendering."
-                ),
+                *rollout_inputs(),
+                anchors_input(),
                 expert(
                     io.Float,
                     "reuse_gib",
@@ -63,12 +85,7 @@ class Render(io.ComfyNode):
                     tooltip="Host memory, in GiB, that keeps what later renders can go on from: after a change of an "
                     "anchor or a prompt, only what depends on it runs. 0 keeps nothing.",
                 ),
-                io.Latent.Input(
-                    "start_samples",
-                    optional=True,
-                    tooltip="Latents with which the video begins: a finished video to go on from, or a picture's. "
-                    "Unconnected: the start that the anchors were planned for, if any.",
-                ),
+                start_input(),
             ],
             outputs=[
                 io.Latent.Output("samples", display_name="samples", tooltip="For Decode & Save Video, or VAE Decode."),

@@ -56,16 +56,18 @@ _known: "weakref.WeakKeyDictionary[torch.nn.Module, dict[torch.device, Residency
 """By renderer: ComfyUI itself keeps only weak references."""
 
 
-def make_resident(backbone: Backbone, plan: PlanValue) -> None:
+def make_resident(backbone: Backbone, plan: PlanValue, *, decodes: bool = False) -> None:
     """Have ComfyUI make room on every device of ``plan``, before the engine copies weights there.
 
-    A cluster's devices are not ComfyUI's to manage.
+    ``decodes`` says that frames are decoded there too. A cluster's devices are not ComfyUI's to manage.
     """
     if plan.devices.ray_address:
         return
-    found = predict_plan(plan.spec, devices=plan.devices, config=backbone.config, sizes=sizes_of(backbone)).render
+    sizes, shape = sizes_of(backbone), plan.spec.shape
+    found = predict_plan(plan.spec, devices=plan.devices, config=backbone.config, sizes=sizes).render
     weights = {torch.device(memory.device): memory.weights_bytes for memory in found.memory}
     room = max(memory.peak_bytes - memory.weights_bytes for memory in found.memory)
+    room += shape.width * shape.height * sizes.vae_frame_bytes if decodes else 0
     streams = plan.devices.memory.offload == "on"
     hold(backbone, weights, memory_required=room, weights=weights, streams=streams)
 

@@ -1,12 +1,14 @@
 """Latents to a video file."""
 
 import contextlib
+import copy
 import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import comfy.latent_formats
 import comfy.model_management
 import folder_paths
 from comfy.cli_args import args
@@ -14,15 +16,19 @@ from comfy_api.latest import InputImpl, io, ui
 from torch import Tensor
 
 from flashforward_core.model.roles import Backbone
-from flashforward_core.model.vae import StreamingDecoder, normalise, to_uint8
+from flashforward_core.model.tiny_vae import decoder_for
+from flashforward_core.model.vae import Decoder, StreamingDecoder, normalise, to_uint8
 from flashforward_core.specs import SPATIAL_FACTOR, TEMPORAL_FACTOR
 
 from .bridge import from_latent, scene_starts, video_samples
+from .decoders import FULL, check_decoder, check_latents, decoder_input, decoder_stamp, small_decoder
+from .devices import default_device
 from .events import Progress, check_cancel
 from .native_vae import streaming_decoder
 from .sockets import CATEGORY, BackboneSocket
 
 log = logging.getLogger(__name__)
+NOTHING_DECODES = "vae and backbone are both unconnected; connect one of them to decode with, or choose a decoder"
 LATENTS_AT_ONCE = 3  # decoded and encoded together: memory stays flat in the video's length
 
 
@@ -31,7 +37,20 @@ def _stream_embedded(samples: dict[str, Tensor], backbone: Backbone) -> Iterator
     return _stream(StreamingDecoder(backbone.vae), from_latent(samples, backbone), starts=scene_starts(samples))
 
 
-def _stream(decoder: StreamingDecoder, latents_BCFHW: Tensor, *, starts: list[int]) -> Iterator[Tensor]:
+def _stream_small(samples: dict[str, Tensor], name: str) -> Iterator[Tensor]:
+    """Like ``_stream_embedded``, with a file of models/vae_approx on ComfyUI's device."""
+    latents, device, vae = video_samples(samples), default_device(), copy.deepcopy(small_decoder(name))
+    pixels = latents.shape[-2] * latents.shape[-1] * SPATIAL_FACTOR**2
+    comfy.model_management.free_memory(pixels * vae.numbers_per_pixel * vae.dtype.itemsize, device)
+    return _stream(decoder_for(vae.to(device)), _normalised(latents), starts=scene_starts(samples))
+
+
+def _normalised(latents_BCFHW: Tensor) -> Tensor:
+    found: Tensor = comfy.latent_formats.Wan21().process_in(latents_BCFHW.float())
+    return found
+
+
+def _stream(decoder: Decoder, latents_BCFHW: Tensor, *, starts: list[int]) -> Iterator[Tensor]:
     for frames in decoder.stream(latents_BCFHW, starts=starts, at_once=LATENTS_AT_ONCE):
         yield frames[0]
 
@@ -45,7 +64,9 @@ def _decode_native(samples: dict[str, Tensor], vae: Any) -> Iterator[Tensor]:
     decoder, begun = streaming_decoder(vae, latents), False
     if decoder is not None:
         try:
-            for frames in _stream(decoder, normalise(decoder.vae, latents), starts=scene_starts(samples)):
+            wan = isinstance(decoder, StreamingDecoder)
+            own = normalise(decoder.vae, latents) if wan else _normalised(latents)
+            for frames in _stream(decoder, own, starts=scene_starts(samples)):
                 begun = True
                 yield frames
             return
@@ -65,7 +86,7 @@ def _decode_whole(latents_BCFHW: Tensor, vae: Any) -> Iterator[Tensor]:
         yield to_uint8(part[..., :3].clamp(0, 1))
 
 
-def _metadata(hidden: Any) -> dict[str, str]:
+def metadata(hidden: Any) -> dict[str, str]:
     """Collect what lets ComfyUI reopen the workflow from the file."""
     if args.disable_metadata:
         return {}
@@ -86,7 +107,7 @@ class DecodeVideo(io.ComfyNode):
             category=CATEGORY,
             description="Decodes latents and writes an mp4 (h264) with the workflow inside, a few frames at a time: "
             "a long video takes no more memory than a short one. Connect a backbone (the embedded model's own "
-            "decoder) or a VAE.",
+            "decoder) or a VAE, or choose a small decoder.",
             inputs=[
                 io.Latent.Input("samples", tooltip="Video latents, such as Wavefront Render's."),
                 io.Float.Input(
@@ -108,6 +129,7 @@ class DecodeVideo(io.ComfyNode):
                     optional=True,
                     tooltip="The backbone whose own decoder to use (the embedded one has one).",
                 ),
+                decoder_input(),
             ],
             outputs=[io.Video.Output("video", display_name="video", tooltip="The file that was written.")],
             hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo, io.Hidden.unique_id],
@@ -119,9 +141,14 @@ class DecodeVideo(io.ComfyNode):
         fps = inputs.get("fps")
         if fps is not None and not 1 <= fps <= 240:
             return f"fps={fps} is outside 1 to 240; Wan models are made for fps=16"
-        if "vae" not in inputs and "backbone" not in inputs:
-            return "vae and backbone are both unconnected; connect one of them to decode with"
+        if inputs.get("decoder", FULL) == FULL and "vae" not in inputs and "backbone" not in inputs:
+            return NOTHING_DECODES
+        check_decoder(inputs.get("decoder"))
         return True
+
+    @classmethod
+    def fingerprint_inputs(cls, decoder: str | None = None, **inputs: Any) -> str:
+        return decoder_stamp(decoder)
 
     @classmethod
     def execute(
@@ -132,18 +159,25 @@ class DecodeVideo(io.ComfyNode):
         filename_prefix: str,
         vae: Any = None,
         backbone: Backbone | None = None,
+        decoder: str = FULL,
     ) -> io.NodeOutput:
-        if vae is None and backbone is None:
-            raise ValueError("vae and backbone are both unconnected; connect one of them to decode with")
         latents = video_samples(samples)
+        if decoder != FULL:
+            check_latents(backbone, decoder)
+            vae, chunks = None, _stream_small(samples, decoder)
+        elif vae is not None:
+            chunks = _decode_native(samples, vae)
+        elif backbone is not None:
+            chunks = _stream_embedded(samples, backbone)
+        else:
+            raise ValueError(NOTHING_DECODES)
         if (channels := getattr(vae, "latent_channels", latents.shape[1])) != latents.shape[1]:
             raise ValueError(f"vae has {channels} latent channels, samples {latents.shape[1]}; use Wan 2.1's VAE")
         height, width = (side * SPATIAL_FACTOR for side in latents.shape[-2:])
         path, subfolder = new_path(filename_prefix, width=width, height=height)
-        chunks = _decode_native(samples, vae) if vae is not None else _stream_embedded(samples, backbone)
         progress = Progress(node_id=cls.hidden.unique_id)
         total = TEMPORAL_FACTOR * (latents.shape[2] - 1) + 1
-        write_video(path, chunks, fps=fps, total=total, metadata=_metadata(cls.hidden), progress=progress)
+        write_video(path, chunks, fps=fps, total=total, metadata=metadata(cls.hidden), progress=progress)
         shown = ui.SavedResult(path.name, subfolder, io.FolderType.output)
         return io.NodeOutput(InputImpl.VideoFromFile(str(path)), ui=ui.PreviewVideo([shown]))
 

@@ -17,6 +17,9 @@ const render = {
   id: "render", type: "FlashForwardRender", inputs: { ...common, anchors: "anchors" },
   values: { seed: 7, control_after_generate: "fixed" },
 };
+const film = {
+  id: "film", type: "FlashForwardRenderVideo", inputs: common, values: { seed: 7, control_after_generate: "fixed" }, size: [320, 400],
+};
 const decode = {
   id: "decode", type: "FlashForwardDecodeVideo", inputs: { samples: "render", backbone: "loader" }, size: [320, 330],
 };
@@ -85,6 +88,7 @@ export const GRAPHS = {
     helpers: [shows("render")],
     run: true,
   },
+  FlashForwardRenderVideo: { columns: [[loader, prompt], [small(shortPlan)], [film]], run: true },
   FlashForwardDecodeVideo: { columns: [[loader, render], [decode]], helpers: [prompt, shortPlan, anchors], run: true },
   FlashForwardReport: {
     columns: [

@@ -1,10 +1,12 @@
 """The tiny decoder equals a whole-clip computation written down layer by layer, streams, and refuses other files."""
 
+import inspect
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from diffusers import AutoencoderKLWan
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -95,6 +97,17 @@ def test_a_file_with_its_encoder_loads(vae: TinyVae, latents: Tensor, tmp_path: 
     torch.testing.assert_close(frames[0], TinyDecoder(vae).decode_float(latents, None)[0], rtol=0, atol=5e-3)
 
 
+def test_lighttaew2_1_takes_latents_as_a_vae_does(vae: TinyVae, latents: Tensor, tmp_path: Path) -> None:
+    """Its file tells nothing of it but its name. The numbers of Wan 2.1's latents are diffusers' own."""
+    save_file(vae.state_dict(), tmp_path / "lighttaew2_1.safetensors")
+    defaults = inspect.signature(AutoencoderKLWan.__init__).parameters
+    mean, std = (torch.tensor(defaults[f"latents_{name}"].default).view(16, 1, 1, 1) for name in ("mean", "std"))
+    found, _ = TinyDecoder(load_tiny_vae(tmp_path / "lighttaew2_1.safetensors")).decode_float(latents, None)
+    expected, _ = TinyDecoder(vae).decode_float(latents * std + mean, None)
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, TinyDecoder(vae).decode_float(latents, None)[0])
+
+
 def test_files_for_other_latents_are_refused_by_name(vae: TinyVae, tmp_path: Path) -> None:
     weights = dict(vae.state_dict())
     wide = {**weights, "decoder.1.weight": torch.zeros(256, 48, 3, 3)}
@@ -105,6 +118,7 @@ def test_files_for_other_latents_are_refused_by_name(vae: TinyVae, tmp_path: Pat
         ("tiny_b.safetensors", short, "decoder.22.bias is nothing, expected .3,.; use taew2_1"),
         ("tiny_c.safetensors", deep, "it also has decoder.24.weight"),
         ("taehv.safetensors", weights, "taehv.safetensors decodes other latents than Wan 2.1's"),
+        ("lighttaew2_2.safetensors", weights, "lighttaew2_2.safetensors decodes other latents than Wan 2.1's"),
     ):
         save_file(content, tmp_path / name)
         with pytest.raises(ValueError, match=message):

@@ -44,6 +44,7 @@ from flashforward_core.graph.task import Role  # noqa: E402
 from flashforward_core.model.config import WanConfig  # noqa: E402
 from flashforward_core.model.fp8 import FP8  # noqa: E402
 from flashforward_core.model.naming import BLOCK_NAMES, OUTER_NAMES  # noqa: E402
+from flashforward_core.model.tiny_vae import TinyVae  # noqa: E402
 from flashforward_core.model.transformer import CausalWanTransformer  # noqa: E402
 from flashforward_core.model.vae import StreamingDecoder, denormalise, encode_frames  # noqa: E402
 
@@ -165,7 +166,16 @@ def vae_differences() -> dict[str, float]:
     begun, kept = streaming.decode_float(normalised[:, :, :1], None)
     rest, _ = streaming.decode_float(normalised[:, :, 1:], kept)
     native.first_stage_model.decoder.head[2] = torch.nn.Conv3d(8, 12, 3, padding=1)  # a relative of Wan 2.1's
+    torch.manual_seed(6)
+    small = comfy.sd.VAE(sd=TinyVae().state_dict())
+    with torch.inference_mode():
+        whole = small.decode(latent["samples"]).reshape(-1, 32, 48, 3)
+    small_stream = streaming_decoder(small, latent["samples"])
+    assert small_stream is not None
+    small_frames, _ = small_stream.decode_float(normalised, None)
     return {
+        "small_streamed": (small_frames[0] - whole.clamp(0, 1)).abs().max().item(),
+        "small_spread": whole.std().item(),
         "streamed": (torch.cat([begun, rest], dim=1)[0] - theirs).abs().max().item(),
         "relative_streams": streaming_decoder(native, latent["samples"]) is not None,
         "decode": (decoded[0] - theirs).abs().max().item(),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flashforward_core.model.config import WanConfig
 from flashforward_core.model.naming import BLOCK_NAMES, OUTER_NAMES
+from flashforward_core.model.tiny_vae import TinyVae
 from flashforward_core.model.transformer import CausalWanTransformer
 
 CONFIG = WanConfig(name="custom", dim=128, ffn_dim=64, num_heads=1, num_layers=2)
@@ -18,6 +19,7 @@ NATIVE = "wan2.1_t2v_1.3B_self_forcing.safetensors"
 LORA = "my_style_lora.safetensors"
 TEXT_ENCODER = "umt5_xxl_fp8_e4m3fn_scaled.safetensors"
 VAE = "wan_2.1_vae.safetensors"
+SMALL_DECODER, RAW_DECODER, OTHER_DECODER = "taew2_1.safetensors", "lighttaew2_1.safetensors", "tiny_other.safetensors"
 
 
 def original_weights(*, seed: int = 0) -> dict[str, Tensor]:
@@ -79,9 +81,20 @@ def style_lora() -> dict[str, Tensor]:
     return {f"{key}.lora_down.weight": torch.randn(4, 128), f"{key}.lora_up.weight": torch.randn(128, 4)}
 
 
+def small_decoder() -> dict[str, Tensor]:
+    """A random small decoder whose pictures are not one colour."""
+    torch.manual_seed(3)
+    made = TinyVae()
+    for layer in made.modules():
+        if isinstance(layer, torch.nn.Conv2d):
+            torch.nn.init.kaiming_normal_(layer.weight)
+    return {**made.state_dict(), "encoder.0.weight": torch.zeros(64, 3, 3, 3)}
+
+
 def write_models(folder: Path) -> Path:
     """Write every file and return the ``--extra-model-paths-config`` that leads ComfyUI to them."""
-    for name in ("diffusion_models", "vae", "text_encoders", "loras"):
+    names = ("diffusion_models", "vae", "vae_approx", "text_encoders", "loras")
+    for name in names:
         (folder / name).mkdir(parents=True, exist_ok=True)
     models = folder / "diffusion_models"
     fsdp = {f"model._fsdp_wrapped_module.{name}": tensor for name, tensor in original_weights().items()}
@@ -92,7 +105,11 @@ def write_models(folder: Path) -> Path:
     save_file({name: t.contiguous() for name, t in vae_weights().items()}, folder / "vae" / VAE)
     (folder / "text_encoders" / TEXT_ENCODER).write_bytes(b"no model")
     save_file(style_lora(), folder / "loras" / LORA)
-    lines = [f"  {name}: {name}" for name in ("diffusion_models", "vae", "text_encoders", "loras")]
+    decoder = small_decoder()
+    for name in (SMALL_DECODER, RAW_DECODER):
+        save_file(decoder, folder / "vae_approx" / name)
+    save_file({"decoder.1.weight": torch.zeros(8, 4, 3, 3)}, folder / "vae_approx" / OTHER_DECODER)
+    lines = [f"  {name}: {name}" for name in names]
     config = folder / "paths.yaml"
     config.write_text("\n".join(["tests:", f"  base_path: {folder}", *lines, f"  custom_nodes: {PACKS}"]) + "\n")
     return config

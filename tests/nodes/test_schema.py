@@ -25,7 +25,8 @@ INPUTS = {
     "FlashForwardDevices": "devices layout order decode ray_address kv offload budget_gib",
     "FlashForwardKVPolicy": "policy budget_frames sink_frames future_weight threshold sparse",
     "FlashForwardRender": "backbone plan positive seed anchors reuse_gib start_samples",
-    "FlashForwardDecodeVideo": "samples fps filename_prefix vae backbone",
+    "FlashForwardRenderVideo": "backbone plan positive seed filename_prefix vae anchors start_samples decoder",
+    "FlashForwardDecodeVideo": "samples fps filename_prefix vae backbone decoder",
     "FlashForwardReport": "timeline video plan",
 }
 OUTPUTS = {
@@ -40,6 +41,7 @@ OUTPUTS = {
     "FlashForwardDevices": {"devices": "FF_DEVICES"},
     "FlashForwardKVPolicy": {"kv_policy": "FF_KV_POLICY"},
     "FlashForwardRender": {"samples": "LATENT", "timeline": "FF_TIMELINE"},
+    "FlashForwardRenderVideo": {"video": "VIDEO", "timeline": "FF_TIMELINE"},
     "FlashForwardDecodeVideo": {"video": "VIDEO"},
     "FlashForwardReport": {"image": "IMAGE", "json": "STRING"},
 }
