@@ -48,6 +48,11 @@ def compile_blocks(model: CausalWanTransformer) -> None:
         block.after = torch.compile(block.after)
 
 
+def half_precision(model: nn.Module, device: torch.device) -> bool:
+    """Whether to multiply in bfloat16: on GPUs, and where frozen weights are kept so."""
+    return device.type == "cuda" or any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+
+
 class BaseStep(nn.Module):
     """One bidirectional flow-matching forward; the renderer's role stands for both while they are alike."""
 
@@ -93,7 +98,7 @@ def train_base(
 ) -> tuple[CausalWanTransformer, ByteT5Encoder]:
     """Train on ``layouts`` (clips per batch, latent frames, their stride) in turn; return the averaged weights."""
     device = accelerator.device
-    step = BaseStep(model, text, autocast=device.type == "cuda", checkpoint_blocks=checkpoint_blocks)
+    step = BaseStep(model, text, autocast=half_precision(model, device), checkpoint_blocks=checkpoint_blocks)
 
     def batch(generator: torch.Generator, number: int) -> tuple[object, ...]:
         count, length, stride = layouts[number % len(layouts)]
@@ -108,14 +113,21 @@ def train_base(
     return best.model, best.text
 
 
-def save_base(model: CausalWanTransformer, text: ByteT5Encoder, path: Path) -> None:
-    """Write a training checkpoint of both, for the next step to start from."""
+def save_base(model: CausalWanTransformer, text: ByteT5Encoder, path: Path, *, trained_only: bool = False) -> None:
+    """Write a training checkpoint of both for the next step to start from, whole or without frozen weights."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"model": model.state_dict(), "text": text.state_dict()}, path)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad or not trained_only}
+    state = {name: tensor for name, tensor in model.state_dict().items() if name in trained}
+    torch.save({"model": state, "text": text.state_dict()}, path)
 
 
-def load_base(model: CausalWanTransformer, text: ByteT5Encoder, path: Path) -> None:
-    """Read what ``save_base`` wrote into ``model`` and ``text``."""
+def load_base(model: CausalWanTransformer, text: ByteT5Encoder, path: Path, *, trained_only: bool = False) -> None:
+    """Read what ``save_base`` wrote into ``model`` and ``text``; with ``trained_only`` it may lack frozen weights.
+
+    Raises ``ValueError`` for a file that lacks the roles.
+    """
     state = torch.load(path, map_location="cpu", weights_only=True)
-    model.load_state_dict(state["model"])
+    lacking = model.load_state_dict(state["model"], strict=not trained_only).missing_keys
+    if any(".lora_" in name for name in lacking):
+        raise ValueError(f"{path} lacks the roles' LoRAs; name the sft.pt that train sft left")
     text.load_state_dict(state["text"])

@@ -13,22 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 
 from flashforward_core.graph.task import Role
-from flashforward_core.model.config import EMBEDDED
 from flashforward_core.model.files import fingerprint
-from flashforward_core.model.loading import load_embedded
-from flashforward_core.model.roles import attach_roles, role_parameters
+from flashforward_core.model.roles import role_parameters
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer
-from flashforward_core.scenes import FPS, HELD_OUT, sample_scene
+from flashforward_core.scenes import FPS, HELD_OUT
 from flashforward_core.train import base as base_step
 from flashforward_core.train import distill as distill_step
 from flashforward_core.train import sft as sft_step
 from flashforward_core.train.data import LatentPool
 from flashforward_core.train.export import export_model
-from flashforward_core.train.folder import ClipForm, captioned_videos, encode_folder
+from flashforward_core.train.folder import ClipForm, encode_folder
 from flashforward_core.train.loop import LoopConfig
 from flashforward_core.train.options import PARTIAL, add_arguments, check, complete, is_exported
 from flashforward_core.train.progress import log_video
@@ -47,7 +45,16 @@ from flashforward_core.train.vae_train import (
     save_vae,
     train_vae,
 )
-from flashforward_core.train.wan import CachedPrompts, cached_prompts, export_wan, load_transformer
+from flashforward_core.train.wan import export_wan
+from flashforward_core.train.weights import (
+    add_roles,
+    base_model,
+    captions,
+    new_models,
+    start_from,
+    student,
+    trained_only,
+)
 
 __all__ = ["add_arguments", "run"]
 
@@ -119,10 +126,6 @@ def _seeds(count: int, accelerator: Accelerator) -> range:
     return range(accelerator.process_index, count, accelerator.num_processes)
 
 
-def _models() -> tuple[CausalWanTransformer, ByteT5Encoder]:
-    return CausalWanTransformer(EMBEDDED), ByteT5Encoder.create(text_len=EMBEDDED.text_len, text_dim=EMBEDDED.text_dim)
-
-
 def _pool(args: argparse.Namespace, text: ByteT5Encoder, accelerator: Accelerator) -> LatentPool:
     """Encode this process's scenes, or read them back: the file's name says of which weights and which scenes."""
     folder = _vae_folder(args)
@@ -166,22 +169,15 @@ def _config(args: argparse.Namespace, name: str) -> LoopConfig:
         max_s=args.max_s,
         save_every_s=args.save_every_s,
         accumulate=args.accumulate,
+        shard=args.shard,
         logs=args.logs,
     )
 
 
-def _start_from(assets: Path, model: CausalWanTransformer, text: ByteT5Encoder) -> None:
-    """Copy an exported model's weights, without its roles' LoRAs."""
-    exported = load_embedded(assets, merged=False)
-    state = exported.models[Role.RENDERER].state_dict()
-    model.load_state_dict({name: tensor for name, tensor in state.items() if ".lora_" not in name})
-    text.load_state_dict(exported.text_encoder.state_dict())
-
-
 def _base(args: argparse.Namespace, accelerator: Accelerator) -> None:
-    model, text = _models()
+    model, text = new_models()
     if args.init is not None:
-        _start_from(args.init, model, text)
+        start_from(args.init, model, text)
     model, text = base_step.train_base(
         model,
         text,
@@ -189,7 +185,7 @@ def _base(args: argparse.Namespace, accelerator: Accelerator) -> None:
         _config(args, "base"),
         accelerator=accelerator,
         layouts=[(args.clips, 21, 1), (args.clips * 2, 9, 10)],
-        compiled=args.compile,
+        compiled=args.compile and not args.shard,
         checkpoint_blocks=args.checkpoint_blocks,
     )
     if accelerator.is_main_process:
@@ -207,9 +203,9 @@ SFT_STEPS = (
 
 
 def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
-    model, text = _base_model(args.init or args.out / "base.pt", args, accelerator)
+    model, text = base_model(args.init or args.out / "base.pt", args, accelerator)
     if args.rank > 0:
-        attach_roles(model, rank=args.rank, alpha=args.alpha or args.rank, targets=args.targets)
+        add_roles(model, args)
     if is_exported(args.init) or not args.role_embedding:
         torch.nn.init.zeros_(model.role_embedding.weight)  # roles start alike
     _choose_trained(model, text, args)
@@ -227,30 +223,33 @@ def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
         sft_step.layouts_for(steps, width=args.size[0], height=args.size[1], device=accelerator.device),
         _config(args, "sft"),
         accelerator=accelerator,
-        compiled=args.compile,
+        compiled=args.compile and not args.shard,
         checkpoint_blocks=args.checkpoint_blocks,
         rebase=args.rebase,
         snapshot=export,
     )
     if accelerator.is_main_process:
-        base_step.save_base(model, text, args.out / "sft.pt")
+        base_step.save_base(model, text, args.out / "sft.pt", trained_only=trained_only(args))
 
 
 STUDENT_LR_SCALE = 0.5  # the critic has to follow the student, so it learns faster
 
 
 def _distill(args: argparse.Namespace, accelerator: Accelerator) -> None:
-    model, text = _student(args.init or args.out / "sft.pt", args, accelerator)
+    model, text = student(args.init or args.out / "sft.pt", args, accelerator)
     _choose_trained(model, text, args)
-    (critic, _), (base, base_text) = (
-        _base_model(args.teacher or args.out / "base.pt", args, accelerator) for _ in range(2)
-    )
+    teacher = args.teacher or args.out / "base.pt"
+    base, base_text = base_model(teacher, args, accelerator)
+    if args.critic_rank > 0:
+        critic = distill_step.lora_critic(base if args.shard else base.to(accelerator.device), rank=args.critic_rank)
+    else:
+        critic, _ = base_model(teacher, args, accelerator)
     spec = sft_step.spec_for_latents(args.latents, width=args.size[0], height=args.size[1])
     if args.forward_kl > 0:
         pool = _pool(args, text, accelerator)
     else:  # the student makes its clips itself
         pool = LatentPool.of_captions(
-            text, _captions(args, (accelerator.process_index, accelerator.num_processes)), device=accelerator.device
+            text, captions(args, (accelerator.process_index, accelerator.num_processes)), device=accelerator.device
         )
 
     def export(student: CausalWanTransformer, step: int) -> None:
@@ -272,16 +271,9 @@ def _distill(args: argparse.Namespace, accelerator: Accelerator) -> None:
             anchor_weight=1.0 if args.wan is None else 0.0,  # the embedded base knows sparse clips
             checkpoint_blocks=args.checkpoint_blocks,
         ),
-        compiled=args.compile,
+        compiled=args.compile and not args.shard,
         snapshot=export,
     )
-
-
-def _captions(args: argparse.Namespace, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Return the captions to train on; of drawn scenes, those of a process's share (number, processes)."""
-    if args.data is None:
-        return [sample_scene(seed).caption for seed in range(share[0], args.scenes, share[1])]
-    return [video.caption for video in captioned_videos(args.data)]
 
 
 def _choose_trained(model: CausalWanTransformer, text: torch.nn.Module, args: argparse.Namespace) -> None:
@@ -292,50 +284,6 @@ def _choose_trained(model: CausalWanTransformer, text: torch.nn.Module, args: ar
         for parameter in role_parameters(model):
             parameter.requires_grad_(True)
     model.role_embedding.requires_grad_(args.role_embedding)
-
-
-def _student(
-    source: Path, args: argparse.Namespace, accelerator: Accelerator
-) -> tuple[CausalWanTransformer, ByteT5Encoder]:
-    """Return a model with its roles attached and its text encoder, from an ``sft.pt`` or an exported folder."""
-    if args.wan is None and source.is_dir():
-        exported = load_embedded(source, merged=False)
-        return exported.models[Role.RENDERER].requires_grad_(True).train(), exported.text_encoder
-    model, text = _models() if args.wan is None else _wan_model(args.wan, args, accelerator)
-    attach_roles(model, rank=args.rank, alpha=args.alpha or args.rank, targets=args.targets)
-    base_step.load_base(model, text, source)
-    return model, text
-
-
-def _base_model(
-    source: Path, args: argparse.Namespace, accelerator: Accelerator
-) -> tuple[CausalWanTransformer, ByteT5Encoder]:
-    """Return a bidirectional model and its text encoder, from a ``base.pt`` or an exported folder without its roles.
-
-    For Wan ``source`` is another folder in diffusers' layout, or what is not there, which means ``args.wan``.
-    """
-    if args.wan is not None:
-        return _wan_model(source if source.is_dir() else args.wan, args, accelerator)
-    model, text = _models()
-    if source.is_dir():
-        _start_from(source, model, text)
-    else:
-        base_step.load_base(model, text, source)
-    return model, text
-
-
-def _wan_model(
-    folder: Path, args: argparse.Namespace, accelerator: Accelerator
-) -> tuple[CausalWanTransformer, CachedPrompts]:
-    model = load_transformer(folder, frozen=args.frozen)
-    text = cached_prompts(
-        args.wan,
-        _captions(args, (accelerator.process_index, accelerator.num_processes)),
-        text_len=model.config.text_len,
-        cache=args.out / "latents",
-        device=accelerator.device,
-    )
-    return model, text
 
 
 def _export(
@@ -354,7 +302,7 @@ def _export(
         export_model(model, text, vae=_vae_folder(args), folder=folder, roles=roles)
         if args.logs:
             device = next(model.parameters()).device
-            frames = sample_video(folder, captions=_captions(args)[:1], device=device)
+            frames = sample_video(folder, captions=captions(args)[:1], device=device)
             log_video(args.out / f"{args.step}_run", "sample", frames, step, fps=FPS / 2)
     log.info("step %d: exported to %s", step, folder)
 
@@ -388,5 +336,12 @@ def run(args: argparse.Namespace) -> int:
         torch.backends.cudnn.benchmark = True
         torch._dynamo.config.recompile_limit = 64  # the autoencoder's fused norm meets many layouts
     unused = DistributedDataParallelKwargs(find_unused_parameters=PARTIAL[args.step])
-    STEPS[args.step](args, Accelerator(kwargs_handlers=[unused]))
+    no_gpu = not (torch.cuda.is_available() or torch.backends.mps.is_available())  # accelerate has to be told
+    accelerator = Accelerator(cpu=no_gpu, mixed_precision="no", kwargs_handlers=[unused])  # steps cast by themselves
+    if accelerator.distributed_type is DistributedType.FSDP:  # which parts there are is not accelerate's to say
+        args.shard = args.step != "vae"
+    if args.shard and accelerator.num_processes == 1:
+        log.warning("shard=True changes nothing for one process; start several with torchrun or accelerate launch")
+        args.shard = False
+    STEPS[args.step](args, accelerator)
     return 0

@@ -16,13 +16,15 @@ from torch import Tensor, nn
 
 from flashforward_core.flow import predict_x0, renoise
 from flashforward_core.graph.task import Role
+from flashforward_core.model.roles import attach_roles, role_parameters, shared_copy
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer
 from flashforward_core.specs import shifted_sigma
-from flashforward_core.train.base import compile_blocks, flow_loss
+from flashforward_core.train.base import compile_blocks, flow_loss, half_precision
 from flashforward_core.train.data import LatentPool
 from flashforward_core.train.loop import LoopConfig, train
 from flashforward_core.train.rollout import RolloutLayout, Student, drawn_noise, self_rollout
+from flashforward_core.train.sharding import shard
 
 Denoiser = Callable[[Tensor, Tensor], Tensor]
 """(x at noise level sigma, sigma [B]) -> x0."""
@@ -271,6 +273,18 @@ class Teacher:
     text: ByteT5Encoder
 
 
+def lora_critic(teacher: CausalWanTransformer, *, rank: int) -> CausalWanTransformer:
+    """Return a critic that is the teacher and a LoRA, which alone is trained, in the memory of the teacher's weights.
+
+    Move the teacher to its device first: moving the two one after the other would copy the weights.
+    """
+    critic = shared_copy(teacher)
+    attach_roles(critic, rank=rank, alpha=rank, roles=(Role.RENDERER,))
+    for factor in role_parameters(critic):
+        factor.data = factor.data.float()  # what is trained is float32, whatever stays as it is
+    return critic
+
+
 def train_distill(
     model: CausalWanTransformer,
     text: ByteT5Encoder,
@@ -288,15 +302,20 @@ def train_distill(
 ) -> CausalWanTransformer:
     """Distil into ``model`` (roles attached), whose encoder ``text`` stays as it is; return its averaged weights.
 
-    ``critic`` starts as a copy of the teacher's weights. A step of ``config`` is one of either, so ``critic_steps`` of
-    ``critic_steps + 1`` leave the student alone. Set ``LoopConfig.lr_scales`` to slow the student down. ``snapshot``
-    gets the student with its averaged weights, and the step, whenever the state is saved.
+    ``critic`` starts as a copy of the teacher's weights, or is its ``lora_critic``. A step of ``config`` is one of
+    either, so ``critic_steps`` of ``critic_steps + 1`` leave the student alone. Set ``LoopConfig.lr_scales`` to slow
+    the student down. ``snapshot`` gets the student, averaged, and the step, whenever the state is saved.
     """
     device = accelerator.device
     for frozen in (teacher.model, teacher.text, text):
-        frozen.to(device).requires_grad_(False).eval()
+        frozen.requires_grad_(False).eval()
     _check_window(distill, layout)
-    step = DistillStep(model, critic, layout, distill, autocast=device.type == "cuda")
+    half = any(half_precision(each, device) for each in (model, critic, teacher.model))
+    step = DistillStep(model, critic, layout, distill, autocast=half)
+    if config.shard:
+        shard(teacher.model, device=device)
+    for frozen in (teacher.text, text) if config.shard else (teacher.model, teacher.text, text):
+        frozen.to(device)
 
     @torch.no_grad()
     def batch(generator: torch.Generator, number: int) -> tuple[Turn]:

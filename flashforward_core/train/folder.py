@@ -169,6 +169,7 @@ def encode_folder(
     this process's. Videos shorter than a clip are left out with a warning; without a clip it raises ``ValueError``.
     """
     videos = captioned_videos(folder)
+    shard_videos = max(1, min(shard_videos, len(videos) // share[1]))  # so that each process has one
     target = cache / _key(videos, form, weights=weights, shard_videos=shard_videos)
     groups = list(range(0, len(videos), shard_videos))[share[0] :: share[1]]
     latents: list[Tensor] = []

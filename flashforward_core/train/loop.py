@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from flashforward_core.train.progress import Progress
+from flashforward_core.train.sharding import gather, local, part_of, shard, whole
+from flashforward_core.train.state import read_state, write_state
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +30,8 @@ Batch = Callable[[torch.Generator, int], tuple[object, ...]]
 """(generator on the accelerator's device, step) -> arguments of the module's forward."""
 
 Snapshot = Callable[[nn.Module, int], None]
-"""(the module with its averaged weights, steps so far): called on the main process whenever the state is saved."""
+"""(the module with its averaged weights, steps so far): called on the main process whenever the state is saved, with
+whole tensors whether the run is sharded or not."""
 
 AGREE_EVERY = 20  # steps between looks at the clock and at whether all is finite, at which all processes agree
 
@@ -59,6 +63,8 @@ class LoopConfig:
     """Seconds between saved states, whichever comes first; looked at every 20 steps."""
     accumulate: int = 1
     """Batches whose gradients one step averages: for batches that do not fit in memory at once."""
+    shard: bool = False
+    """Whether each process holds a part of the weights (``train/sharding.py``) in the place of a copy."""
     logs: bool = False
     """Whether to write TensorBoard logs into ``out``; needs the extra ``train``."""
     log_every: int = 50
@@ -124,20 +130,22 @@ class _Average:
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.averaged = [parameter.detach().clone() for parameter in self.parameters]
+        self.averaged = [local(parameter.detach()).clone() for parameter in self.parameters]
         self.decay = decay
 
     @torch.no_grad()
     def update(self, *, first: bool) -> None:
         """Take the current weights in; the first ones replace the start."""
-        torch._foreach_lerp_(self.averaged, [p.detach() for p in self.parameters], 1.0 if first else 1 - self.decay)
+        current = [local(p.detach()) for p in self.parameters]
+        torch._foreach_lerp_(self.averaged, current, 1.0 if first else 1 - self.decay)
 
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange current and averaged weights."""
         for parameter, averaged in zip(self.parameters, self.averaged, strict=True):
-            current = parameter.detach().clone()
-            parameter.copy_(averaged)
+            held = local(parameter.detach())
+            current = held.clone()
+            held.copy_(averaged)
             averaged.copy_(current)
 
     @contextmanager
@@ -163,15 +171,18 @@ class _Run:
         snapshot: Snapshot | None,
     ) -> None:
         self.config, self.accelerator, self.snapshot = config, accelerator, snapshot
-        self.module = module.to(accelerator.device)
+        self.module = module
+        if config.shard:
+            shard(module, device=accelerator.device)
+        else:
+            module.to(accelerator.device)
         if prepare is not None:
             prepare()
-        fused = accelerator.device.type == "cuda"
+        self.fused = accelerator.device.type == "cuda"
         groups = _groups(module, config.lr_scales)
-        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=fused)
-        self.prepared, self.optimizer = accelerator.prepare(module, optimizer)
-        self.average = _Average(self.prepared, config.ema_decay)
-        accelerator.register_for_checkpointing(self)
+        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=self.fused)
+        self.prepared = module if config.shard else accelerator.prepare(module)
+        self.average = _Average(module, config.ema_decay)
         self.generator = torch.Generator(accelerator.device)
         self.step, self.share, self.seconds = 0, 0.0, 0.0
         self._began, self._saved_at = time.monotonic(), 0.0
@@ -180,22 +191,45 @@ class _Run:
             config.steps, folder=config.out if config.logs else None, shown=accelerator.is_main_process
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "seconds": self.seconds, "averaged": self.average.averaged}
+    def state(self) -> dict[str, Any]:
+        """Return everything that the run needs to continue; this process's part of what is trained."""
+        trained = self.average.parameters
+        return {
+            "step": self.step,
+            "seconds": self.seconds,
+            "trained": [local(parameter.detach()) for parameter in trained],
+            "averaged": self.average.averaged,
+            "optimizer": [{k: local(v) for k, v in self.optimizer.state[p].items()} for p in trained],
+            "buffers": dict(self.module.named_buffers()),
+        }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.step, self.seconds = int(state["step"]), float(state["seconds"])
-        for averaged, saved in zip(self.average.averaged, state["averaged"], strict=True):
-            averaged.copy_(saved)
-        self._began, self._saved_at = time.monotonic() - self.seconds, self.seconds
-        self.share = self._share()
-
+    @torch.no_grad()
     def resume(self) -> None:
         """Continue from the saved state, if there is a whole one."""
-        if self._marker.exists():
-            self.accelerator.load_state(str(self.config.out / "state"))
-            log.info("resumed %s at step %d", self.config.out, self.step)
-            self.progress.resume(self.step)
+        state = read_state(self._folder, accelerator=self.accelerator, sharded=self.config.shard)
+        if state is None:
+            return
+        for kept, saved in (
+            *zip((local(p.detach()) for p in self.average.parameters), state["trained"], strict=True),
+            *zip(self.average.averaged, state["averaged"], strict=True),
+        ):
+            kept.copy_(saved)
+        for parameter, moments in zip(self.average.parameters, state["optimizer"], strict=True):
+            if moments:  # none of what has had no gradient yet
+                self.optimizer.state[parameter] = {k: self._placed(k, v, parameter) for k, v in moments.items()}
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(state["buffers"][name])
+        self.step, self.seconds = int(state["step"]), float(state["seconds"])
+        self._began, self._saved_at = time.monotonic() - self.seconds, self.seconds
+        self.share = self._share()
+        log.info("resumed %s at step %d", self.config.out, self.step)
+        self.progress.resume(self.step)
+
+    def _placed(self, name: str, saved: Tensor, parameter: nn.Parameter) -> Tensor:
+        """Return a value of the optimiser's state where it belongs: the count of steps on the CPU unless fused."""
+        if name == "step":
+            return saved.to(parameter.device) if self.fused else saved
+        return part_of(parameter, saved.to(parameter.device))
 
     def advance(self, batch: Batch) -> None:
         """Take one optimiser step."""
@@ -204,11 +238,12 @@ class _Run:
         self.generator.manual_seed(step_seed(self.config.seed, self.step, self.accelerator.process_index))
         for part in range(self.config.accumulate):
             last = part == self.config.accumulate - 1
-            with nullcontext() if last else self.accelerator.no_sync(self.prepared):
+            # a sharded run always sums up at once: gradients of all weights would not fit
+            with nullcontext() if last or self.config.shard else self.accelerator.no_sync(self.prepared):
                 losses: Losses = self.prepared(*batch(self.generator, self.step))
-                self.accelerator.backward(losses["loss"] / self.config.accumulate)
-        norm = self.accelerator.clip_grad_norm_(self.prepared.parameters(), self.config.clip_norm)
-        self._finite &= torch.as_tensor(norm).isfinite().to(self._finite.device)
+                (losses["loss"] / self.config.accumulate).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.average.parameters, self.config.clip_norm)
+        self._finite &= (norm.full_tensor() if isinstance(norm, DTensor) else norm).isfinite()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.average.update(first=self.step == 0)
@@ -246,26 +281,27 @@ class _Run:
         return float(self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max())
 
     @property
-    def _marker(self) -> Path:
-        return self.config.out / "state" / "whole.txt"
+    def _folder(self) -> Path:
+        return self.config.out / "state"
 
     def save(self) -> None:
-        """Save everything that the run needs to continue; the marker tells a whole state from a broken one."""
+        """Save everything that the run needs to continue, and hand out a snapshot."""
         self._check_finite()
-        if self.accelerator.is_main_process:
-            self._marker.unlink(missing_ok=True)
-        self.accelerator.wait_for_everyone()
-        self.accelerator.save_state(str(self.config.out / "state"))
-        if self.accelerator.is_main_process:
-            self._marker.write_text("complete\n")
+        write_state(self._folder, self.state(), accelerator=self.accelerator, sharded=self.config.shard)
         self._saved_at = self.seconds
-        if self.snapshot is not None and self.accelerator.is_main_process:
-            with self.average.in_place():
-                self.snapshot(self.module, self.step)
+        if self.snapshot is not None:
+            main = self.accelerator.is_main_process
+            with self.average.in_place(), whole(self.module, keep=main):
+                if main:
+                    self.snapshot(self.module, self.step)
+            self.accelerator.wait_for_everyone()
 
     def finish(self) -> nn.Module:
-        """Let go of the accelerator, so that the next run's state does not hold this one's; return the average."""
+        """Let go of the accelerator, so that the next run does not hold this one's weights; return the average.
+
+        Of a sharded module only the main process has whole tensors then, on the CPU.
+        """
         self.average.swap()
+        gather(self.module, keep=self.accelerator.is_main_process)
         self.accelerator.free_memory()
-        self.accelerator._custom_objects.clear()  # free_memory keeps what was registered for checkpoints
         return self.module

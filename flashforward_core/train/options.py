@@ -32,6 +32,8 @@ DEFAULTS: Mapping[str, Any] = {
     "latents": 81,
     "checkpoint_blocks": False,
     "frozen": False,
+    "shard": False,
+    "critic_rank": 0,
 }
 """What neither the command line nor the preset says."""
 SETTABLE = ("steps", "clips", "lr", *DEFAULTS)
@@ -137,9 +139,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, words in (
         ("checkpoint-blocks", "recompute blocks in the backward pass, for memory"),
         ("frozen", "train the roles' LoRAs and embedding alone"),
+        ("shard", "base, sft, distill: each process holds a part of all weights; runs eagerly"),
     ):
         parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=words)
     parser.add_argument("--teacher", type=Path, help="distill: a base.pt or assets folder to learn from (OUT/base.pt)")
+    parser.add_argument("--critic-rank", type=int, help="distill: rank of a critic's LoRA, 0 for a whole critic (0)")
     parser.add_argument("--guidance", type=float, help="distill: weight of the teacher's guidance (3)")
     parser.add_argument("--forward-kl", type=float, help="distill: weight of the loss on real clips (0)")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="run eagerly")
@@ -185,6 +189,10 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"rebase={args.rebase} is outside 0 to 1; use rebase=0.5")
     if args.rank < 0:
         raise ValueError(f"rank={args.rank} is below 0; use rank=8, or 0 for no LoRAs")
+    if args.critic_rank < 0:
+        raise ValueError(f"critic_rank={args.critic_rank} is below 0; use critic_rank=64, or 0 for a whole critic")
+    if args.shard and args.step == "vae":
+        raise ValueError("shard=True is for base, sft and distill; the autoencoder is small, leave it out")
     if not args.max_s > 0:
         raise ValueError(f"max_s={args.max_s} is not above 0; leave it out for no limit")
     for name in ("init", "teacher"):

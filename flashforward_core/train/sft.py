@@ -18,6 +18,7 @@ from flashforward_core.train.base import (
     compile_blocks,
     draw_sigmas,
     flow_loss,
+    half_precision,
     weighted_mean,
 )
 from flashforward_core.train.data import LatentPool
@@ -152,7 +153,7 @@ def train_sft(
     their averaged weights, and the step, whenever the state is saved.
     """
     device = accelerator.device
-    step = SftStep(model, text, autocast=device.type == "cuda", checkpoint_blocks=checkpoint_blocks)
+    step = SftStep(model, text, autocast=half_precision(model, device), checkpoint_blocks=checkpoint_blocks)
 
     def batch(generator: torch.Generator, number: int) -> tuple[object, ...]:
         layout = layouts[number % len(layouts)]

@@ -35,8 +35,12 @@ def check_folder(folder: Path) -> None:
 
 
 def load_transformer(folder: Path, *, frozen: bool) -> CausalWanTransformer:
-    """Load the transformer to be trained: float32, or bfloat16 when only its LoRAs will change."""
-    model, report = load_checkpoint(folder / "transformer", dtype=torch.bfloat16 if frozen else torch.float32)
+    """Load the transformer to be trained: float32, or, when only its LoRAs will change, bfloat16.
+
+    Weights that the file has in bfloat16 then stay in its mapping, which all processes of a machine share.
+    """
+    dtype = torch.bfloat16 if frozen else torch.float32
+    model, report = load_checkpoint(folder / "transformer", dtype=dtype, mapped=frozen)
     log.info("%s", report)
     return model.requires_grad_(True).train()
 

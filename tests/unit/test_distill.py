@@ -17,7 +17,6 @@ from flashforward_core.model.loading import ASSETS, load_embedded
 from flashforward_core.model.roles import role_parameters
 from flashforward_core.model.text import ByteT5Encoder, TextConfig
 from flashforward_core.model.transformer import CausalWanTransformer
-from flashforward_core.train.command import _base_model, _student
 from flashforward_core.train.data import LatentPool
 from flashforward_core.train.distill import (
     DistillConfig,
@@ -26,11 +25,13 @@ from flashforward_core.train.distill import (
     Teacher,
     Turn,
     dmd_gradient,
+    lora_critic,
     surrogate_loss,
     train_distill,
 )
 from flashforward_core.train.loop import LoopConfig
 from flashforward_core.train.rollout import layout_for
+from flashforward_core.train.weights import base_model, student
 
 pytestmark = pytest.mark.cpu
 
@@ -186,6 +187,28 @@ def test_the_critic_learns_what_the_student_makes(rig: Any) -> None:
     assert held_out() < 0.7 * before
 
 
+def test_a_lora_critic_learns_in_the_memory_of_a_teacher_that_stays_as_it_is(rig: Any) -> None:
+    """The teacher is held in bfloat16, as frozen weights of large models are; the LoRA is float32."""
+    trial = Trial(rig, DistillConfig(window=WINDOW), autocast=True)
+    trial.teacher.to(torch.bfloat16)
+    critic = trial.step.critic = lora_critic(trial.teacher, rank=4)
+    before = {name: tensor.clone() for name, tensor in trial.teacher.state_dict().items()}
+    trained = [parameter for parameter in critic.parameters() if parameter.requires_grad]
+    assert {id(p) for p in trained} == {id(p) for p in role_parameters(critic)}
+    assert {p.dtype for p in trained} == {torch.float32}
+    for name, tensor in trial.teacher.named_parameters():
+        assert critic.get_parameter(name).data_ptr() == tensor.data_ptr()  # one copy of what is frozen
+    first = trial.losses(of_student=False)["loss"].item()
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    for _ in range(12):
+        optimizer.zero_grad()
+        trial.losses(of_student=False)["loss"].backward()
+        optimizer.step()
+    assert trial.losses(of_student=False)["loss"].item() < 0.9 * first
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trial.teacher.state_dict().items())
+    assert all(parameter.grad is None for parameter in trial.teacher.parameters())
+
+
 def test_anchors_and_forward_kl_are_options_that_count(rig: Any) -> None:
     plain = Trial(rig, DistillConfig(window=WINDOW)).losses(of_student=False)["loss"]
     both = Trial(rig, DistillConfig(window=WINDOW, anchor_weight=1.0)).losses(of_student=False)["loss"]
@@ -281,9 +304,9 @@ def test_the_step_is_part_of_the_training_command(tmp_path: Path, capsys: pytest
 def test_the_shipped_weights_are_a_student_and_a_teacher() -> None:
     """The student plays its roles as the loaded backbone does; the teacher is the same transformer without them."""
     options, accelerator = argparse.Namespace(wan=None), Accelerator(cpu=True)
-    student, text = _student(ASSETS, options, accelerator)
-    base, _ = _base_model(ASSETS, options, accelerator)
-    assert all(parameter.requires_grad for parameter in student.parameters())
+    model, text = student(ASSETS, options, accelerator)
+    base, _ = base_model(ASSETS, options, accelerator)
+    assert all(parameter.requires_grad for parameter in model.parameters())
     backbone = load_embedded()
     x, frames, times = torch.randn(1, 16, 2, 4, 4), torch.arange(2), torch.full((1, 2), 800.0)
     prompt = text.encode(["a red ball bounces over green hills at dusk"])
@@ -294,8 +317,8 @@ def test_the_shipped_weights_are_a_student_and_a_teacher() -> None:
 
     for role in Role:
         # merged weights round sums differently
-        torch.testing.assert_close(velocity(student, role), velocity(backbone.models[role], role), rtol=0, atol=1e-4)
-        assert (velocity(base, role) - velocity(student, role)).abs().max() > 1e-2
+        torch.testing.assert_close(velocity(model, role), velocity(backbone.models[role], role), rtol=0, atol=1e-4)
+        assert (velocity(base, role) - velocity(model, role)).abs().max() > 1e-2
 
 
 def test_a_saved_run_hands_out_its_averaged_student(rig: Any, tmp_path: Path) -> None:

@@ -75,6 +75,8 @@ def test_presets_that_are_off_are_named(tmp_path: Path, text: str, said: str) ->
         (["sft", "--latents", "200"], "latents=200 is outside 21 to 81"),
         (["vae", "--box-weight", "0.5"], "box_weight=0.5 is below 1 or not finite; use box_weight=8"),
         (["sft", "--box-weight", "8"], "box_weight=8.0 is for train vae; leave it out for train sft"),
+        (["distill", "--critic-rank", "-2"], "critic_rank=-2 is below 0; use critic_rank=64"),
+        (["vae", "--shard"], "shard=True is for base, sft and distill"),
         (["vae", "--data", "."], "data=. is for base, sft and distill"),
         (["sft", "--data", "nowhere"], "data=nowhere is no folder"),
         (["base", "--lr", "0"], "lr=0.0 is not above 0; use lr=0.001"),

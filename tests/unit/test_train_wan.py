@@ -73,11 +73,17 @@ def test_a_frozen_transformer_stays_and_its_loras_go_on_top_of_it(
     words = ["--preset", "wan_14b", "--wan", str(wan), "--data", str(data), "--out", str(out), "--no-compile"]
     words += ["--clip-latents", "21", "--latents", "21", "--rank", "2", "--accumulate", "1", "--steps", "2"]
     assert main(["train", "sft", *words]) == 0
-    assert not (out / "assets" / "transformer").exists()
-    loras = {role: out / "assets" / f"{role}_lora.safetensors" for role in Role}
-    loaded = load_backbone(wan / "transformer", role_loras=loras).models[Role.RENDERER]
-    up = next(iter(role_linears(loaded).values())).lora_B[Role.RENDERER.value].weight
-    assert up.abs().max() > 0
+    trained = torch.load(out / "sft.pt", weights_only=True)["model"]
+    assert all(".lora_" in name or name.startswith("role_embedding") for name in trained)  # not what stays as it is
+    assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
+    assert main(["train", "distill", *words, "--steps", "6", "--critic-rank", "2", "--lr", "0.1"]) == 0
+    found = []
+    for name in ("assets", "distilled"):
+        assert not (out / name / "transformer").exists()
+        loras = {role: out / name / f"{role}_lora.safetensors" for role in Role}
+        loaded = load_backbone(wan / "transformer", role_loras=loras).models[Role.RENDERER]
+        found.append(next(iter(role_linears(loaded).values())).lora_B[Role.RENDERER.value].weight)
+    assert found[0].abs().max() > 0 and not torch.equal(*found)
 
 
 def test_prompts_are_embedded_once_and_padded_with_zeros(wan: Path, tmp_path: Path) -> None:

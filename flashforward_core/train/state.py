@@ -1,0 +1,53 @@
+"""Where a run stands, as files: one if every process has the same weights, else one of each process's part."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+
+def write_state(folder: Path, state: Mapping[str, Any], *, accelerator: Accelerator, sharded: bool) -> None:
+    """Replace what ``folder`` holds once all of the new state is written; every process must take part."""
+    new = folder.with_suffix(".new")
+    if accelerator.is_main_process:
+        shutil.rmtree(new, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    new.mkdir(parents=True, exist_ok=True)
+    if sharded or accelerator.is_main_process:
+        torch.save(dict(state), new / _name(accelerator, sharded=sharded))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        (new / "whole.txt").write_text(_form(accelerator, sharded=sharded) + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        new.rename(folder)
+    accelerator.wait_for_everyone()
+
+
+def read_state(folder: Path, *, accelerator: Accelerator, sharded: bool) -> dict[str, Any] | None:
+    """Return this process's state, its tensors on the CPU, or None where there is none that is whole.
+
+    A state in another number of parts raises ``ValueError``.
+    """
+    marker = folder / "whole.txt"
+    if not marker.exists():
+        return None
+    found, wanted = marker.read_text(encoding="utf-8").strip(), _form(accelerator, sharded=sharded)
+    if found != wanted:
+        raise ValueError(
+            f"{folder} holds a state in {found!r}, this run needs {wanted!r}; go on with as many processes and the "
+            "same shard=, or name another out="
+        )
+    path = folder / _name(accelerator, sharded=sharded)
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
+
+
+def _name(accelerator: Accelerator, *, sharded: bool) -> str:
+    return f"{accelerator.process_index if sharded else 0}.pt"
+
+
+def _form(accelerator: Accelerator, *, sharded: bool) -> str:
+    return f"{accelerator.num_processes} parts" if sharded else "one copy"

@@ -1,0 +1,93 @@
+"""What a training step starts from: weights out of files, with or without roles, and captions."""
+
+import argparse
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from flashforward_core.graph.task import Role
+from flashforward_core.model.config import EMBEDDED
+from flashforward_core.model.loading import load_embedded
+from flashforward_core.model.roles import attach_roles, role_parameters
+from flashforward_core.model.text import ByteT5Encoder
+from flashforward_core.model.transformer import CausalWanTransformer
+from flashforward_core.scenes import sample_scene
+from flashforward_core.train.base import load_base
+from flashforward_core.train.folder import captioned_videos
+from flashforward_core.train.wan import CachedPrompts, cached_prompts, load_transformer
+
+
+def new_models() -> tuple[CausalWanTransformer, ByteT5Encoder]:
+    return CausalWanTransformer(EMBEDDED), ByteT5Encoder.create(text_len=EMBEDDED.text_len, text_dim=EMBEDDED.text_dim)
+
+
+def start_from(assets: Path, model: CausalWanTransformer, text: ByteT5Encoder) -> None:
+    """Copy an exported model's weights, without its roles' LoRAs."""
+    exported = load_embedded(assets, merged=False)
+    state = exported.models[Role.RENDERER].state_dict()
+    model.load_state_dict({name: tensor for name, tensor in state.items() if ".lora_" not in name})
+    text.load_state_dict(exported.text_encoder.state_dict())
+
+
+def captions(args: argparse.Namespace, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """Return the captions to train on; of drawn scenes, those of a process's share (number, processes)."""
+    if args.data is None:
+        return [sample_scene(seed).caption for seed in range(share[0], args.scenes, share[1])]
+    return [video.caption for video in captioned_videos(args.data)]
+
+
+def trained_only(args: argparse.Namespace) -> bool:
+    """Whether an ``sft.pt`` leaves out the transformer: it is frozen and in ``args.wan``."""
+    return args.frozen and args.wan is not None
+
+
+def add_roles(model: CausalWanTransformer, args: argparse.Namespace) -> None:
+    """Attach the roles' LoRAs to train, in place."""
+    attach_roles(model, rank=args.rank, alpha=args.alpha or args.rank, targets=args.targets)
+    for parameter in (*role_parameters(model), model.role_embedding.weight):
+        parameter.data = parameter.data.float()  # frozen weights are bfloat16, which small steps would not change
+
+
+def student(
+    source: Path, args: argparse.Namespace, accelerator: Accelerator
+) -> tuple[CausalWanTransformer, ByteT5Encoder]:
+    """Return a model with its roles attached and its text encoder, from an ``sft.pt`` or an exported folder."""
+    if args.wan is None and source.is_dir():
+        exported = load_embedded(source, merged=False)
+        return exported.models[Role.RENDERER].requires_grad_(True).train(), exported.text_encoder
+    model, text = new_models() if args.wan is None else _wan_model(args.wan, args, accelerator)
+    add_roles(model, args)
+    load_base(model, text, source, trained_only=trained_only(args))
+    return model, text
+
+
+def base_model(
+    source: Path, args: argparse.Namespace, accelerator: Accelerator
+) -> tuple[CausalWanTransformer, ByteT5Encoder]:
+    """Return a bidirectional model and its text encoder, from a ``base.pt`` or an exported folder without its roles.
+
+    For Wan ``source`` is another folder in diffusers' layout, or what is not there, which means ``args.wan``.
+    """
+    if args.wan is not None:
+        return _wan_model(source if source.is_dir() else args.wan, args, accelerator)
+    model, text = new_models()
+    if source.is_dir():
+        start_from(source, model, text)
+    else:
+        load_base(model, text, source)
+    return model, text
+
+
+def _wan_model(
+    folder: Path, args: argparse.Namespace, accelerator: Accelerator
+) -> tuple[CausalWanTransformer, CachedPrompts]:
+    model = load_transformer(folder, frozen=args.frozen)
+    with accelerator.main_process_first():  # the others read what it has embedded
+        text = cached_prompts(
+            args.wan,
+            captions(args),
+            text_len=model.config.text_len,
+            cache=args.out / "latents",
+            device=accelerator.device,
+        )
+    return model, text
