@@ -41,6 +41,8 @@ class WindowOptions:
     """Latent frames kept, the sink's included."""
     sink_frames: int = 3
     """First latent frames, never evicted."""
+    rebase: bool = True
+    """Move the sink to the positions just before the window, so that distances stay as trained however long it gets."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.sink_frames < self.budget_frames:
@@ -140,6 +142,13 @@ def name_of(policy: KVPolicy) -> str:
     return next((name for name in KV_POLICIES if KV_POLICIES[name] is type(policy)), type(policy).__name__)
 
 
+def moves_keys(policy: KVPolicy) -> bool:
+    """Whether what is kept gets other positions."""
+    if isinstance(policy, WindowOptions):
+        return policy.rebase and policy.sink_frames > 0
+    return isinstance(policy, FutureForcingOptions)
+
+
 def policy_named(name: str, *, budget_frames: int | None = None) -> KVPolicy:
     """Return a policy with its defaults, but for the budget if one is given; ``ValueError`` if it has none."""
     kind = KV_POLICIES[name]
@@ -194,8 +203,11 @@ SPARSE_CHOICES: dict[str, SparseOptions | None] = {
 """Which attentions are sparse, by the names that users choose between."""
 
 
-def sparse_named(name: str) -> SparseOptions | None:
-    """Return what ``name`` means, None where nothing is sparse."""
+def sparse_named(name: str, *, attention: str = "auto") -> SparseOptions | None:
+    """Return what ``name`` means with the kernel ``attention``, None where nothing is sparse."""
     if name not in SPARSE_CHOICES:
         raise ValueError(f"sparse={name!r} is unknown; use one of: {', '.join(SPARSE_CHOICES)}")
-    return SPARSE_CHOICES[name]
+    options = SPARSE_CHOICES[name]
+    if options is None and attention != "auto":
+        raise ValueError(f"sparse_attention={attention!r} has no use with sparse={name!r}; use sparse=both")
+    return None if options is None else replace(options, attention=attention)

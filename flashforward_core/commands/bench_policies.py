@@ -45,6 +45,7 @@ QUERIES = 64  # of a chunk, that are matched by brute force too
 BITS: Mapping[str, Sequence[int]] = {"quantised": (2, 4, 6, 8), "signs": (32, 64, 128, 256)}
 DECODED = 3  # latent frames that are decoded at a time
 LATE = 0.75  # share of a video after which its frames count as late
+PARTS = ("look", "compare", "follow")
 EVERYTHING = 10_000  # latent frames, more than any rollout has here
 FIFO = "window"  # what the other policies are compared with
 
@@ -52,7 +53,7 @@ FIFO = "window"  # what the other policies are compared with
 def policies(budget: int) -> dict[str, KVPolicy]:
     """Return what is compared at a budget of latent frames."""
     return {
-        FIFO: WindowOptions(budget_frames=budget),
+        FIFO: WindowOptions(budget_frames=budget, rebase=False),
         "history_only": FutureForcingOptions(budget_frames=budget, future_weight=0.0, weigh_merged=False),
         "unweighed": FutureForcingOptions(budget_frames=budget, future_weight=0.5, weigh_merged=False),
         "future_forcing": FutureForcingOptions(budget_frames=budget),
@@ -148,6 +149,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--captions", type=int, default=32, metavar="N", help="held-out captions (32)")
     parser.add_argument("--latents", type=int, default=81, metavar="N", help="length in latent frames (81)")
     parser.add_argument("--budgets", default="9,12,18", help="latent frames that a policy keeps (9,12,18)")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"what is measured ({','.join(PARTS)})")
     parser.add_argument("--batch", type=int, default=32, metavar="N", help="captions rendered at once (32)")
     parser.add_argument("--seed", type=int, default=0, help="the first caption's seed; the next ones count up (0)")
     parser.add_argument("--device", default="auto", help="auto (the first CUDA device, or the CPU), cpu, cuda:0 (auto)")
@@ -160,7 +162,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print and keep rows."""
-    budgets = _budgets(args.budgets)
+    budgets, parts = _budgets(args.budgets), args.parts.split(",")
+    if not set(parts) <= set(PARTS):
+        raise ValueError(f"parts={args.parts!r} are unknown; use some of: {','.join(PARTS)}")
     for name, least in (("captions", 2), ("batch", 1), ("seed", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"{name}={getattr(args, name)} is below {least}; use {name}={least} or more")
@@ -174,9 +178,12 @@ def run(args: argparse.Namespace) -> int:
     book = RowBook(path=args.json, machine=machine(device), common=common)
     book.commit = args.commit or book.commit
     bench = Bench(backbone=backbone, device=device, captions=held_out_captions(args.captions), args=args)
-    bench.look(replace(whole, kv_policy=LookOptions(budget_frames=args.latents + 1, sink_frames=0)), book=book)
-    bench.compare(whole, budgets=budgets, book=book)
-    bench.follow(whole, budgets=budgets, book=book)
+    if "look" in parts:
+        bench.look(replace(whole, kv_policy=LookOptions(budget_frames=args.latents + 1, sink_frames=0)), book=book)
+    if "compare" in parts:
+        bench.compare(whole, budgets=budgets, book=book)
+    if "follow" in parts:
+        bench.follow(whole, budgets=budgets, book=book)
     return 0
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from ..graph.passes import TaskCost
 from ..graph.task import Kind, Role, Slot, Space, TaskGraph
 from ..kv.pages import ANCHOR_BANK, PagePlan, kv_slots, plan_pages
+from ..kv_policy import moves_keys
 from ..model.config import PATCH, WanConfig
 from ..specs import LATENT_CHANNELS, RolloutSpec
 from .cost import num_keys, rounds, slot_frames
@@ -23,6 +24,7 @@ OFFLOAD_CHOICES = ("off", "on")
 SLOTS = 3  # blocks of weights that a streaming lane holds: the one that runs and two that are on their way
 LIBRARY_BYTES = 128 << 20  # per CUDA lane: workspaces of matrix libraries, which the allocator counts too
 FLOAT32 = 4
+PLACE_BYTES = 20  # of a token that a KV policy keeps, per head: its count, its place and where it came
 GIB = 2**30
 
 
@@ -162,7 +164,7 @@ def predict_memory(
     anchors = len((video or spec).anchor_positions())
     frames = {name: max(n, anchors) if name == ANCHOR_BANK else n for name, n in plan.bank_frames.items()}
     banks = bank_peaks(graph, plan=plan, spans=spans, lanes=len(placement.lanes), frames=frames)
-    kept = _policy_peaks(graph, spec, spans=spans, lanes=len(placement.lanes), frame_bytes=_frame_bytes(sizes, spec))
+    kept = _policy_peaks(graph, spec, spans=spans, lanes=len(placement.lanes), frame_bytes=_kept_bytes(sizes, spec))
     lanes = [_Lane(graph, spec, placement=placement, lane=n, plan=plan) for n in range(len(placement.lanes))]
     found = []
     for device in dict.fromkeys(lane.device for lane in placement.lanes):
@@ -192,6 +194,14 @@ def _row_bytes(sizes: BackboneSizes, options: MemoryOptions) -> int:
 
 def _frame_bytes(sizes: BackboneSizes, spec: RolloutSpec) -> int:
     return sizes.config.kv_bytes_per_frame(spec.shape.tokens_per_frame, element_bytes=sizes.element_bytes)
+
+
+def _kept_bytes(sizes: BackboneSizes, spec: RolloutSpec) -> int:
+    """Return the bytes of a latent frame that a KV policy keeps: also where its tokens are, and how moved keys came."""
+    config = sizes.config
+    tokens = spec.shape.tokens_per_frame * config.num_layers * config.num_heads
+    channels = 2 * config.rope_pairs[0] if moves_keys(spec.kv_policy) else 0
+    return _frame_bytes(sizes, spec) + tokens * (PLACE_BYTES + channels * sizes.element_bytes)
 
 
 def _text_bytes(sizes: BackboneSizes) -> int:

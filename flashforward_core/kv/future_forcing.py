@@ -8,7 +8,7 @@ Letters: B batch, G groups of predicted queries, N cached tokens, M kept, E evic
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -117,7 +117,7 @@ def merge_evicted(
     if weigh:
         drawn = count * (total / weight.clamp(min=torch.finfo(weight.dtype).tiny)).to(count.dtype)
         count = drawn.minimum(count.scatter_add(1, target_BEH, tokens.count_BNH.gather(1, evicted_BEH)))
-    return Tokens(k_BNHD=kept.k_BNHD, v_BNHD=merged.to(kept.v_BNHD.dtype), count_BNH=count, place_BNH=kept.place_BNH)
+    return replace(kept, v_BNHD=merged.to(kept.v_BNHD.dtype), count_BNH=count)
 
 
 def _pick(x_BNHD: Tensor, index_BMH: Tensor) -> Tensor:

@@ -13,7 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..kv_policy import FutureForcingOptions, KVPolicy, SparseOptions, TempCacheOptions, WindowOptions
+from ..kv_policy import (
+    FutureForcingOptions,
+    KVPolicy,
+    SparseOptions,
+    TempCacheOptions,
+    WindowOptions,
+    moves_keys,
+)
 from ..model.attention import AttentionFn
 from ..model.biased_attention import BiasedAttentionFn
 from ..model.transformer import KVContext
@@ -22,7 +29,7 @@ from .future_forcing import Attended, compact, received
 from .groups import GroupedContext, GroupPage, KeyGroups, group_page
 from .queries import QueryStatistics, query_statistics
 from .temp_cache import absorb_frames, squeeze
-from .tokens import Grid, Tokens, join, unrotate, whole_frames
+from .tokens import Grid, Tokens, close_gaps, join, unrotate, whole_frames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +58,14 @@ class BlockState:
     @property
     def num_bytes(self) -> int:
         """Memory of all tensors."""
-        parts = [getattr(self.tokens, name) for name in ("k_BNHD", "v_BNHD", "count_BNH", "place_BNH")]
+        parts: list[Tensor] = []
         if self.attended is not None:
             parts += [self.attended.mass_BNH, self.attended.chunks_BNH]
         if self.statistics is not None:
             parts += [self.statistics.mean_BTHD, self.statistics.deviation_BTH]
-        return sum(part.nbytes for part in parts) + (self.groups.num_bytes if self.groups else 0)
+        return (
+            self.tokens.num_bytes + sum(part.nbytes for part in parts) + (self.groups.num_bytes if self.groups else 0)
+        )
 
     def grouped(self, options: SparseOptions) -> "BlockState":
         """Return the state with its tokens' buckets; empty tokens are hidden."""
@@ -103,7 +112,10 @@ def _window(state: BlockState | None, own: OwnKV, at: Compaction, options: Windo
     latest = torch.arange(count - budget + sink, count, device=tokens.k_BNHD.device)
     kept = torch.cat([torch.arange(sink, device=latest.device), latest])
     batch, _, heads = tokens.count_BNH.shape
-    return BlockState(tokens=tokens.take(kept.view(1, -1, 1).expand(batch, -1, heads)))
+    tokens = tokens.take(kept.view(1, -1, 1).expand(batch, -1, heads))
+    if moves_keys(options):
+        tokens = close_gaps(tokens, grid=at.grid, first=0, stop=at.next_frame)
+    return BlockState(tokens=tokens)
 
 
 @COMPACTORS.add("future_forcing")

@@ -32,6 +32,23 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Came:
+    """The time pairs of keys as they came, from which moved keys are made every time.
+
+    Half precision would go astray when moved again and again: by 30 % after a thousand chunks, for a small turn of a
+    slow pair rounds to none.
+    """
+
+    time_BNHC: Tensor
+    place_BNH: Tensor
+
+    def take(self, index_BMH: Tensor) -> "Came":
+        """Return those of the tokens at ``index_BMH``."""
+        wide = index_BMH.unsqueeze(-1).expand(-1, -1, -1, self.time_BNHC.shape[-1])
+        return Came(time_BNHC=self.time_BNHC.gather(1, wide), place_BNH=self.place_BNH.gather(1, index_BMH))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
     """Keys and values of which every head may keep its own. Nothing here is changed in place."""
 
@@ -42,6 +59,15 @@ class Tokens:
     """How many tokens each one stands for, float32; 0 marks an empty one, which nobody attends to."""
     place_BNH: Tensor
     """frame · tokens per frame + row · columns + column, int64. May be negative after re-basing."""
+    came: Came | None = None
+    """Of tokens that have been moved, or stand beside such."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all tensors."""
+        parts = [self.k_BNHD, self.v_BNHD, self.count_BNH, self.place_BNH]
+        parts += [self.came.time_BNHC, self.came.place_BNH] if self.came else []
+        return sum(part.nbytes for part in parts)
 
     @property
     def bias_BHN(self) -> Tensor:
@@ -56,7 +82,13 @@ class Tokens:
             v_BNHD=self.v_BNHD.gather(1, wide),
             count_BNH=self.count_BNH.gather(1, index_BMH),
             place_BNH=self.place_BNH.gather(1, index_BMH),
+            came=self.came.take(index_BMH) if self.came else None,
         )
+
+    def coming(self, channels: int) -> Came:
+        """Return how the keys came; such as have not been moved came as they are. Time pairs take ``channels``."""
+        # A copy: a slice would keep all of the keys in memory.
+        return self.came or Came(time_BNHC=self.k_BNHD[..., :channels].clone(), place_BNH=self.place_BNH)
 
 
 def whole_frames(k_BNHD: Tensor, v_BNHD: Tensor, *, frames: Tensor, grid: Grid) -> Tokens:
@@ -75,6 +107,18 @@ def join(first: Tokens, second: Tokens) -> Tokens:
         v_BNHD=torch.cat([first.v_BNHD, second.v_BNHD], dim=1),
         count_BNH=torch.cat([first.count_BNH, second.count_BNH], dim=1),
         place_BNH=torch.cat([first.place_BNH, second.place_BNH], dim=1),
+        came=_join_came(first, second),
+    )
+
+
+def _join_came(first: Tokens, second: Tokens) -> Came | None:
+    moved = first.came or second.came
+    if moved is None:
+        return None
+    one, other = (tokens.coming(moved.time_BNHC.shape[-1]) for tokens in (first, second))
+    return Came(
+        time_BNHC=torch.cat([one.time_BNHC, other.time_BNHC], dim=1),
+        place_BNH=torch.cat([one.place_BNH, other.place_BNH], dim=1),
     )
 
 
@@ -112,10 +156,10 @@ def close_gaps(tokens: Tokens, *, grid: Grid, first: int, stop: int) -> Tokens:
     kept.scatter_reduce_(1, index, alive.to(torch.int64), reduce="amax")
     later = kept.flip(1).cumsum(1).flip(1) - kept  # kept frames after each frame
     target_BNH = (stop - 1 - later).gather(1, index).view_as(frame_BNH)
-    delta_BNH = target_BNH - frame_BNH
-    return Tokens(
-        k_BNHD=rotate_time(tokens.k_BNHD, delta=delta_BNH, config=grid.config),
-        v_BNHD=tokens.v_BNHD,
-        count_BNH=tokens.count_BNH,
-        place_BNH=tokens.place_BNH + delta_BNH * grid.frame_tokens,
-    )
+    place_BNH = tokens.place_BNH + (target_BNH - frame_BNH) * grid.frame_tokens
+    channels = 2 * grid.config.rope_pairs[0]
+    came = tokens.coming(channels)
+    delta_BNH = (place_BNH - came.place_BNH) // grid.frame_tokens
+    k_BNHD = torch.cat([came.time_BNHC, tokens.k_BNHD[..., channels:]], dim=-1)
+    k_BNHD = rotate_time(k_BNHD, delta=delta_BNH, config=grid.config)
+    return Tokens(k_BNHD=k_BNHD, v_BNHD=tokens.v_BNHD, count_BNH=tokens.count_BNH, place_BNH=place_BNH, came=came)

@@ -5,7 +5,7 @@ import torch
 
 from flashforward_core.kv.tokens import Grid, Tokens, close_gaps, join, rotation_at, unrotate, whole_frames
 from flashforward_core.model.config import WanConfig
-from flashforward_core.model.layers import rotate, rotation
+from flashforward_core.model.layers import rotate, rotate_time, rotation
 
 pytestmark = pytest.mark.cpu
 
@@ -90,6 +90,21 @@ def test_without_gaps_no_byte_changes(dtype: torch.dtype) -> None:
     moved = close_gaps(tokens, grid=GRID, first=0, stop=7)
     assert torch.equal(moved.k_BNHD, tokens.k_BNHD)
     assert torch.equal(moved.place_BNH, tokens.place_BNH)
+
+
+def test_keys_that_are_moved_a_thousand_times_stay_as_near_as_after_one_move() -> None:
+    """The oldest frame moves on by one every time. bfloat16 rounds to 2^-9; moving what was moved ends 30 % away."""
+    start = whole_frames(_tokens([0]).k_BNHD.bfloat16(), _tokens([0]).v_BNHD, frames=torch.tensor([0]), grid=GRID)
+    tokens = start
+    for frame in range(2, 1002):
+        latest = whole_frames(start.k_BNHD, start.v_BNHD, frames=torch.tensor([frame]), grid=GRID)
+        first = torch.arange(GRID.frame_tokens).view(1, -1, 1).expand_as(start.place_BNH)
+        tokens = close_gaps(join(tokens.take(first), latest), grid=GRID, first=0, stop=frame + 1)
+    moved = tokens.take(first)
+    assert (moved.place_BNH // GRID.frame_tokens == 1000).all()
+    expected = rotate_time(start.k_BNHD.double(), delta=1000, config=CONFIG)
+    assert ((moved.k_BNHD.double() - expected).norm() / expected.norm()) < 2**-8
+    assert tokens.num_bytes > join(start, latest).num_bytes
 
 
 def test_joined_tokens_stay_in_order() -> None:
