@@ -99,6 +99,12 @@ part() {
             --offload on --cap-gib 24
         ;;
     small) bench embedded 60 --model embedded --precision fp32 --latents 81 --devices $one --metrics rollout_s job_s ;;
+    policies) # what KV policies cost in likeness, and what attention reads from their caches
+        guarded "policies" 240 "$python" -m flashforward_core bench policies --json "$out/policies.json" --commit "$commit"
+        ;;
+    sparse) # a chunk over caches of any length
+        guarded "sparse" 200 "$python" -m flashforward_core bench sparse --json "$out/sparse.json" --commit "$commit"
+        ;;
     *) echo "FAILED $1: no such part" ;;
     esac
 }
