@@ -103,7 +103,8 @@ part() {
         guarded "policies" 240 "$python" -m flashforward_core bench policies --json "$out/policies.json" --commit "$commit"
         ;;
     sparse) # a chunk over caches of any length
-        guarded "sparse" 200 "$python" -m flashforward_core bench sparse --json "$out/sparse.json" --commit "$commit"
+        guarded "sparse" 200 "$python" -m flashforward_core bench sparse --json "$out/sparse.json" --commit "$commit" \
+            --densities "$(ls benchmarks/results/*policies.json | tail -n 1)"
         ;;
     *) echo "FAILED $1: no such part" ;;
     esac
