@@ -126,9 +126,8 @@ class Bench:
         self.dtype = torch.bfloat16 if self.args.precision == "bf16" else torch.float32
         self.attention = resolve_attention("auto", self.device, dtype=self.dtype)
         self.biased = resolve_biased_attention("auto", self.device).attend
-        self.kernel = resolve_bucket_attention(
-            self.args.sparse_attention, self.device, dtype=self.dtype, tables=self.sparse.tables
-        )
+        self.sparse = replace(self.sparse, attention=self.args.sparse_attention)
+        self.kernel = resolve_bucket_attention(self.sparse, self.device, dtype=self.dtype)
         width, height = SIZES[self.args.resolution]
         step = SPATIAL_FACTOR * PATCH[1]
         self.grid = Grid(config=self.config, rows=height // step, columns=width // step)

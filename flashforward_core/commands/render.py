@@ -108,6 +108,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="let later stages see only the tokens that are like theirs: self (of the video, AnnSA), cross (of the "
         "prompt, AnnCA), both (if nothing follows), none (none)",
     )
+    parser.add_argument(
+        "--sparse-attention",
+        default="auto",
+        metavar="NAME",
+        help="kernel of --sparse: triton, flashinfer, flash, flex, torch, or the first that runs (auto)",
+    )
 
 
 def spec_of(args: argparse.Namespace, *, size: tuple[int, int]) -> RolloutSpec:
@@ -126,7 +132,7 @@ def spec_of(args: argparse.Namespace, *, size: tuple[int, int]) -> RolloutSpec:
         history=History(chunks=args.history, planner_blocks=args.planner_history, sink=args.sink),
         seed=args.seed,
         kv_policy=policy_named(args.kv_policy, budget_frames=args.kv_budget),
-        sparse=sparse_named(args.sparse),
+        sparse=sparse_named(args.sparse, attention=args.sparse_attention),
     )
     return spec_for(spec)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..flow import keyed_noise_frames, predict_x0, renoise, timestep
 from ..graph.task import ForwardTask, Kind, Role, Slot, Space
 from ..kv.bank import Home, LaneBanks
-from ..kv.bucket_attention import resolve_bucket_attention
+from ..kv.bucket_attention import BucketAttention
 from ..kv.padding import MergedPrompt, merge_padding
 from ..kv.policies import PolicyState, PolicyView
 from ..kv.sparse import SparseForward
@@ -78,6 +78,8 @@ class LaneState:
     lane: Lane
     models: Mapping[Role, CausalWanTransformer]
     attention: AttentionBackend
+    sparse: BucketAttention | None
+    """The kernel of sparse attention, where the rollout has any."""
     banks: LaneBanks
     decoder: Decoder | None
     forward: Forwarder
@@ -267,7 +269,7 @@ def _sparse(task: ForwardTask, *, inputs: RunInputs, state: LaneState, prompt: i
     spec = inputs.spec
     if spec.sparse is None:
         return None
-    assert task.role is not None
+    assert task.role is not None and state.sparse is not None
     stages = spec.stages.num_stages
     return SparseForward(
         spec.sparse,
@@ -277,7 +279,5 @@ def _sparse(task: ForwardTask, *, inputs: RunInputs, state: LaneState, prompt: i
         num_blocks=state.models[task.role].config.num_layers,
         attend=state.attention.attend,
         attend_biased=resolve_biased_attention("auto", state.lane.device).attend,
-        kernel=resolve_bucket_attention(
-            spec.sparse.attention, state.lane.device, dtype=state.banks.dtype, tables=spec.sparse.tables
-        ),
+        kernel=state.sparse,
     )

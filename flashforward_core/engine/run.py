@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..graph.task import ForwardTask, Slot, Space
 from ..kv.bank import BankShape, Home, LaneBanks, Ledger
+from ..kv.bucket_attention import resolve_bucket_attention
 from ..kv.pages import kv_slots
 from ..model.attention import resolve_attention
 from ..model.roles import Backbone
@@ -114,11 +115,19 @@ class Run:
                 plan, shape=shape, ledger=self.ledger, device=lane.device, poison=poison, copy=lane.ops.copy
             )
             attention = resolve_attention(backbone.attention, lane.device, dtype=backbone.dtype)
+            options = inputs.spec.sparse
+            sparse = None if options is None else resolve_bucket_attention(options, lane.device, dtype=backbone.dtype)
             last = fast.decodes_channels_last(lane.device)
             decoder = None if local.vae is None else decoder_for(local.vae, channels_last=last)
             forward = forwarders.make(local.models, attention, device=lane.device)
             state = LaneState(
-                lane=lane, models=local.models, attention=attention, banks=banks, decoder=decoder, forward=forward
+                lane=lane,
+                models=local.models,
+                attention=attention,
+                sparse=sparse,
+                banks=banks,
+                decoder=decoder,
+                forward=forward,
             )
             self.states.append(state)
 

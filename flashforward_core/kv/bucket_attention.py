@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kv_policy import SparseOptions
 from ..model.attention import HALF
 from ..registry import Registry
 from .dispatch import has_triton
@@ -38,8 +39,8 @@ class BucketAttention:
 
 
 BUCKET_ATTENTION: Registry[BucketAttention] = Registry("sparse attention")
-AUTO_ORDER = ("triton", "flash", "flex", "torch")
-"""``auto`` takes the first that runs."""
+AUTO_ORDER = ("triton", "flashinfer", "flash", "flex", "torch")
+"""``auto`` takes the first that runs; only ``triton`` and ``torch`` never wait for the device."""
 
 
 def attend_torch(
@@ -142,6 +143,12 @@ def _triton(*args: Any) -> Tensor:
     return attend_triton(*args)
 
 
+def _flashinfer(*args: Any) -> Tensor:
+    from .bucket_flashinfer import attend_flashinfer
+
+    return attend_flashinfer(*args)
+
+
 def _needs_cuda(device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"it needs a CUDA device, not {device}"
 
@@ -169,6 +176,14 @@ def _flex_obstacle(device: torch.device, dtype: torch.dtype, tables: int) -> str
     return _needs_cuda(device) or missing
 
 
+def _flashinfer_obstacle(device: torch.device, dtype: torch.dtype, tables: int) -> str | None:
+    if importlib.util.find_spec("flashinfer") is None:
+        return "FlashInfer is not installed (pip install flashinfer-python)"
+    if dtype not in HALF:
+        return f"it does not take {dtype}"
+    return _needs_cuda(device) or _one_table(tables)
+
+
 def _file(
     name: str, attend: BucketAttentionFn, obstacle: Callable[[torch.device, torch.dtype, int], str | None]
 ) -> None:
@@ -177,23 +192,24 @@ def _file(
 
 _file("torch", attend_torch, lambda device, dtype, tables: None)
 _file("triton", _triton, _triton_obstacle)
+_file("flashinfer", _flashinfer, _flashinfer_obstacle)
 _file("flash", _flash, _flash_obstacle)
 _file("flex", attend_flex, _flex_obstacle)
 
 
 def resolve_bucket_attention(
-    name: str, device: torch.device | str, *, dtype: torch.dtype, tables: int
+    options: SparseOptions, device: torch.device | str, *, dtype: torch.dtype
 ) -> BucketAttention:
-    """Return the entry that ``name`` means on ``device``: ``auto`` is the first of ``AUTO_ORDER`` that runs there.
+    """Return the entry that ``options.attention`` means on ``device``: ``auto`` is the first that runs there.
 
     A kernel asked for by name that cannot run there raises ``ValueError`` with the reason.
     """
     device = torch.device(device)
-    if name == "auto":
-        usable = (BUCKET_ATTENTION[entry] for entry in AUTO_ORDER)
-        return next(entry for entry in usable if entry.obstacle(device, dtype, tables) is None)
-    chosen = BUCKET_ATTENTION[name]
-    reason = chosen.obstacle(device, dtype, tables)
+    if options.attention == "auto":
+        usable = (BUCKET_ATTENTION[name] for name in AUTO_ORDER)
+        return next(entry for entry in usable if entry.obstacle(device, dtype, options.tables) is None)
+    chosen = BUCKET_ATTENTION[options.attention]
+    reason = chosen.obstacle(device, dtype, options.tables)
     if reason:
-        raise ValueError(f"sparse attention={name!r} cannot run on {device}: {reason}; use 'auto'")
+        raise ValueError(f"sparse attention={chosen.name!r} cannot run on {device}: {reason}; use 'auto'")
     return chosen

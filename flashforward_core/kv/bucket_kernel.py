@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .groups import KeyGroups
+from .groups import KeyGroups, with_lonely
 from .kernels import Tuned, block_sizes, size_class
 
 
@@ -90,7 +90,7 @@ def attend_triton(
     batch, queries, heads, dim = q_BLHD.shape
     keys, num_buckets = k_BNHD.shape[1], groups[0].starts_BHE.shape[-1] - 2
     starts = torch.stack([page.starts_BHE for page in groups])
-    codes_BHL = _with_lonely(q_codes_ABLH[0], starts)
+    codes_BHL = with_lonely(q_codes_ABLH[0], starts)
     q_code, q_order = codes_BHL.sort(dim=-1, stable=True)
     k_order = torch.cat([page.order_BHN for page in groups], dim=-1)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BLHD, k_BNHD, v_BNHD))
@@ -105,11 +105,3 @@ def attend_triton(
         DIM=dim, PAD=max(16, triton.next_power_of_2(dim)),
     )  # fmt: skip
     return out
-
-
-def _with_lonely(codes_BLH: Tensor, starts_PBHE: Tensor) -> Tensor:
-    """Return the queries' buckets, int32 [B, H, L]; the number of buckets for those whose bucket holds no key."""
-    held_BHE = starts_PBHE.diff(dim=-1).sum(dim=0)
-    codes_BHL = codes_BLH.transpose(1, 2)
-    num_buckets = held_BHE.shape[-1] - 1
-    return codes_BHL.masked_fill(held_BHE.gather(2, codes_BHL) == 0, num_buckets).to(torch.int32)

@@ -3,7 +3,7 @@
 Random planes cut the space of a head into buckets; several sets of planes (tables) give a pair several chances to
 meet. A page's keys are taken less *its own* mean, so that its buckets do not change with what else a forward reads.
 What all of a page's keys share changes no query's preference among them, but would put them into one bucket.
-Letters: B batch, L queries, N keys (of a page), H heads, D head dim, A tables, E edges (buckets + 2).
+Letters: B batch, L queries, N keys (of a page), H heads, D head dim, A tables, P pages, E edges (buckets + 2).
 """
 
 from collections.abc import Callable, Sequence
@@ -103,3 +103,11 @@ def shared_mask(q_ABLH: Tensor, k_ABNH: Tensor) -> Tensor:
     q, k = q_ABLH.permute(0, 1, 3, 2).unsqueeze(-1), k_ABNH.permute(0, 1, 3, 2).unsqueeze(-2)
     mask = (q == k).any(dim=0)
     return mask | ~mask.any(dim=-1, keepdim=True)
+
+
+def with_lonely(codes_BLH: Tensor, starts_PBHE: Tensor) -> Tensor:
+    """Return the queries' buckets, int32 [B, H, L]; the number of buckets for those whose bucket holds no key."""
+    held_BHE = starts_PBHE.diff(dim=-1).sum(dim=0)
+    codes_BHL = codes_BLH.transpose(1, 2)
+    num_buckets = held_BHE.shape[-1] - 1
+    return codes_BHL.masked_fill(held_BHE.gather(2, codes_BHL) == 0, num_buckets).to(torch.int32)

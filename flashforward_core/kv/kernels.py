@@ -7,6 +7,7 @@ Letters: B batch, G groups of queries, R queries of a group, L queries, N keys, 
 
 # ruff: noqa: ANN001, ANN202 -- a kernel's arguments are pointers and numbers of Triton's own
 
+import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,8 +33,10 @@ class Tuned:
     def __init__(self, kernel: Any, configs: Sequence[Any]) -> None:
         self._lock = threading.Lock()  # lanes are threads, and Triton's tuner keeps the arguments of a launch
         self._fixed: Mapping[str, int] = configs[0].kwargs if isinstance(kernel, InterpretedFunction) else {}
-        prune = {"early_config_prune": self._suitable}
-        tuner = triton.autotune([*configs, self.SMALL], ["SIZE", "PAD"], prune_configs_by=prune, cache_results=True)
+        extra: dict[str, Any] = {"prune_configs_by": {"early_config_prune": self._suitable}}
+        if "cache_results" in inspect.signature(triton.autotune).parameters:  # not in Triton 3.1, PyTorch 2.5's
+            extra["cache_results"] = True
+        tuner = triton.autotune([*configs, self.SMALL], ["SIZE", "PAD"], **extra)
         self._kernel = kernel if self._fixed else tuner(kernel)
 
     def launch(self, grid: Callable[[Mapping[str, int]], tuple[int, ...]], *args: Any, **constants: Any) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -116,6 +117,25 @@ def test_dropped_prompt_rows_are_a_hidden_bucket() -> None:
     attend = partial(attend_prompt, q, k, v, kept_BNH=kept, bias_BHN=bias, attend=attend_biased)
     found, expected = (attend(kernel=BUCKET_ATTENTION[name]) for name in ("triton", "torch"))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+if DEVICE == "cuda":
+
+    @pytest.mark.skipif(find_spec("flashinfer") is None, reason="needs FlashInfer (pip install flashinfer-python)")
+    @pytest.mark.parametrize("planes", [2, 9])
+    @pytest.mark.parametrize("dtype", HALF)
+    def test_flashinfer_equals_the_twin(dtype: torch.dtype, planes: int) -> None:
+        """With 512 buckets some queries are alone and see all keys. Twice, for its workspace is used again."""
+        from flashforward_core.kv.bucket_flashinfer import attend_flashinfer
+
+        options = SparseOptions(planes=planes)
+        for seed in (0, 3):
+            q, k, v = (_randn(2, tokens, 3, 64, seed=seed + n).to(dtype) for n, tokens in enumerate((300, 700, 700)))
+            pages = [group_page(page, options=options) for page in k.split([300, 250, 150], dim=1)]
+            codes = bucket_tables(q, options=options)
+            found = attend_flashinfer(q, codes, k, v, pages)
+            expected = attend_torch(q.float(), codes, k.float(), v.float(), pages)
+            torch.testing.assert_close(found.float(), expected, rtol=0, atol=2e-2)  # bfloat16 weights and results
 
 
 @pytest.mark.parametrize("biased", [False, True])

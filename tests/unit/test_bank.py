@@ -13,7 +13,9 @@ from flashforward_core.engine.ops import NotFinite, RunInputs
 from flashforward_core.graph.schedules import SCHEDULES, build_graph, spec_for
 from flashforward_core.graph.task import Slot, Space, TaskGraph
 from flashforward_core.kv.bank import BankShape, LaneBanks, Ledger
+from flashforward_core.kv.groups import group_page
 from flashforward_core.kv.pages import Page, PagePlan, kv_slots, plan_pages
+from flashforward_core.kv_policy import SparseOptions
 from flashforward_core.specs import History, PromptSpan, RolloutSpec, VideoShape
 
 Homes = dict[Slot, LaneBanks]
@@ -211,3 +213,27 @@ def test_banks_can_be_written_outside_and_inside_inference_mode() -> None:
     with torch.inference_mode():
         run_task(graph, banks, ledger, task_id="renderer/denoise/c0/s0", homes=homes)
     run_task(graph, banks, ledger, task_id="renderer/denoise/c1/s0", homes=homes)
+
+
+def test_a_page_is_grouped_once_and_again_only_when_it_holds_something_else() -> None:
+    """Every forward asks for all its pages' groups; what it publishes keeps those of its own page."""
+    graph, plan = planned(full_length(schedule="self_forcing", anchors=None))
+    banks, ledger = banks_for(graph, plan)
+    homes: Homes = {}
+    made: list[int] = []
+    for task in graph.tasks[:60]:
+        view = banks.open(task, homes)
+        tokens = plan.views[task.id].own.frames * SHAPE.frame_tokens
+        keys = [view.extend(block, torch.ones(1, tokens, 2, 6), torch.ones(1, tokens, 2, 6))[0] for block in (0, 1)]
+        made.append(0)
+
+        def group(k_BNHD: Tensor) -> Any:
+            made[-1] += 1
+            return group_page(k_BNHD, options=SparseOptions())
+
+        pages = view.groups(1, keys[1], group)
+        assert sum(page.num_keys for page in pages) == keys[1].shape[1]
+        banks.close(task)
+        homes.update(dict.fromkeys(kv_slots(task.writes), banks))
+        ledger.finish(task)
+    assert made == [1] * 60, "all but the own page were grouped by the forward that published them"

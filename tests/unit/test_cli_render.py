@@ -96,6 +96,8 @@ def test_a_prompt_schedule_is_rendered_as_the_library_does(tmp_path: Path, capsy
         (["--offload", "maybe"], "offload='maybe' is unknown"),
         (["--budget-gib", "0.05", "--latent-frames", "1"], "memory: cpu needs about"),
         (["--anchor-rule", "fast"], "anchor_rule='fast' is unknown"),
+        (["--sparse", "--sparse-attention", "triton", "--latent-frames", "1"], "'triton' cannot run on cpu: it needs"),
+        (["--sparse-attention", "torch"], "sparse_attention='torch' has no use with sparse='none'"),
         (["--sparse", "some"], "sparse='some' is unknown; use one of: none, cross, self, both"),
         (["--crf", "99", "--latent-frames", "1"], "crf=99"),
         (["--seed", "-1"], "seed=-1"),

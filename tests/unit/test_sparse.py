@@ -1,6 +1,6 @@
 """Sparse attention by buckets, against masks written out in loops; padding merged, against the whole prompt."""
 
-from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -10,12 +10,23 @@ from torch import Tensor
 from flashforward_core.graph.task import Role
 from flashforward_core.kv.bucket_attention import (
     BUCKET_ATTENTION,
+    BucketAttention,
     attend_flex,
     attend_torch,
     resolve_bucket_attention,
 )
+from flashforward_core.kv.bucket_flashinfer import pattern
 from flashforward_core.kv.grouped import attend_ragged
-from flashforward_core.kv.groups import KeyGroups, all_codes, bucket_tables, group_codes, group_page, meets
+from flashforward_core.kv.groups import (
+    KeyGroups,
+    all_codes,
+    bucket_tables,
+    group_codes,
+    group_page,
+    in_page_order,
+    meets,
+    shared_mask,
+)
 from flashforward_core.kv.padding import MergedPrompt, merge_padding
 from flashforward_core.kv.sparse import SparseForward, attend_prompt, density, kept_rows
 from flashforward_core.kv_policy import SparseOptions
@@ -116,6 +127,20 @@ def test_dense_calls_per_bucket_compute_the_same(biased: bool) -> None:
     found = attend_ragged(q, codes, k, v, pages, bias)
     expected = attend_torch(q, codes, k, v, pages, bias)
     assert (found - expected).abs().max() < (1e-6 if biased else EXACT)  # the bias itself is float32
+
+
+def test_the_pattern_of_blocks_is_the_mask() -> None:
+    """What FlashInfer is given, written out over sorted queries and keys; some keys are hidden, some queries alone."""
+    q, k, _ = _qkv(20, 12)
+    options, alive = SparseOptions(planes=4), torch.rand(2, 12, 2, generator=torch.Generator().manual_seed(1)) > 0.2
+    codes, pages = bucket_tables(q, options=options), _pages(k, SIZES, options, alive)
+    mask, rows, columns, q_order = pattern(codes, pages)
+    expected = shared_mask(codes, all_codes(pages)) & alive.transpose(1, 2).unsqueeze(2)
+    assert not meets(codes, all_codes(pages), num_buckets=16).all(), "some query must be alone"
+    k_order = in_page_order(pages)[0]
+    for n, (b, h) in enumerate(torch.cartesian_prod(torch.arange(2), torch.arange(2)).tolist()):
+        written = mask[n].repeat_interleave(rows[n], dim=0).repeat_interleave(columns[n], dim=1)
+        assert torch.equal(written, expected[b, h][q_order[b, h]][:, k_order[b, h]])
 
 
 def test_half_precision_keeps_a_bias_to_float32() -> None:
@@ -247,12 +272,17 @@ def test_options_that_mean_nothing_are_refused(changes: dict[str, float], messag
 
 
 def test_a_kernel_that_cannot_run_says_why() -> None:
-    resolve = partial(resolve_bucket_attention, device="cpu", dtype=torch.float32, tables=1)
+    def resolve(name: str) -> BucketAttention:
+        return resolve_bucket_attention(SparseOptions(attention=name), "cpu", dtype=torch.float32)
+
     assert resolve("auto").name == "torch"
     with pytest.raises(
         ValueError, match="sparse attention='triton' cannot run on cpu: it needs a CUDA device, not cpu"
     ):
         resolve("triton")
+    if find_spec("flashinfer") is None:
+        with pytest.raises(ValueError, match=r"FlashInfer is not installed \(pip install flashinfer-python\)"):
+            resolve("flashinfer")
     with pytest.raises(ValueError, match="sparse attention='quick' is unknown; use one of: torch, triton"):
         resolve("quick")
 
