@@ -12,7 +12,7 @@ from flashforward_core.kv.ann import nearest, quantise
 from flashforward_core.kv.attention_mass import attention_mass_torch
 from flashforward_core.kv.bucket_attention import BUCKET_ATTENTION, attend_torch
 from flashforward_core.kv.groups import all_codes, bucket_tables, group_page, meets
-from flashforward_core.kv.sparse import attend_prompt
+from flashforward_core.kv.sparse import attend_prompt, kept_rows
 from flashforward_core.kv_policy import AnnOptions, SparseOptions
 from flashforward_core.model.biased_attention import attend_biased
 
@@ -120,6 +120,38 @@ def test_dropped_prompt_rows_are_a_hidden_bucket() -> None:
 
 
 if DEVICE == "cuda":
+
+    def test_a_sparse_block_waits_for_nothing_and_can_be_recorded() -> None:
+        """What a forward does in a sparse block, with a policy's state beside a page: no look at numbers on the device."""
+        from flashforward_core.kv.bucket_kernel import attend_triton
+
+        options, triton = SparseOptions(), BUCKET_ATTENTION["triton"]
+        q, k, v = (_randn(1, tokens, 3, 64, seed=n).to(torch.bfloat16) for n, tokens in enumerate((300, 700, 700)))
+        prompt_k, prompt_v = (_randn(1, 40, 3, 64, seed=n).to(torch.bfloat16) for n in (3, 4))
+        rows = group_page(prompt_k, options=options).codes_ABNH.long()
+        bias, prompt_bias = _randn(1, 3, 700, seed=5), torch.zeros(1, 1, 40, device=DEVICE)
+        alive = torch.ones(1, 400, 3, dtype=torch.bool, device=DEVICE)
+
+        def block() -> torch.Tensor:
+            pages = [group_page(k[:, :400], options=options, alive_BNH=alive), group_page(k[:, 400:], options=options)]
+            seen = attend_triton(q, bucket_tables(q, options=options), k, v, pages, bias)
+            kept = kept_rows(q, rows, keep_last=True, options=options)
+            told = {"kept_BNH": kept, "bias_BHN": prompt_bias, "attend": attend_biased, "kernel": triton}
+            return seen + attend_prompt(q, prompt_k, prompt_v, **told)
+
+        expected = block()  # planes are drawn and block sizes measured, once
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            again = block()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(again, expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recorded = block()
+        recorded.zero_()
+        graph.replay()
+        assert torch.equal(recorded, expected)
 
     @pytest.mark.skipif(find_spec("flashinfer") is None, reason="needs FlashInfer (pip install flashinfer-python)")
     @pytest.mark.parametrize("planes", [2, 9])
