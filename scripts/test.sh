@@ -50,6 +50,7 @@ say "mutants: planted defects that a test must notice"
 
 say "tests"
 export OMP_NUM_THREADS=1  # with more, sums of other shapes may round otherwise, and shared cores are far slower
+export HYPOTHESIS_PROFILE="${HYPOTHESIS_PROFILE:-gate}"  # "default" looks for examples never tried
 run_tests() { .venv/bin/python -m pytest -q -m "not gpu" "$@"; }
 
 if [ $# -gt 0 ]; then
