@@ -128,6 +128,8 @@ def _check(devices: DevicePlan, *, in_flight: int) -> None:
         raise ValueError(
             f"decode={devices.decode!r} does not go with several rollouts, whose decoding changes lanes; use 'auto'"
         )
+    if devices.fast.batch_diagonal:
+        raise ValueError("batch_diagonal=True does not go with several rollouts; use batch_diagonal=False")
     if devices.memory.offload == "on":
         raise ValueError("offload='on' does not go with several rollouts, which share weights; use offload='off'")
     if devices.memory.budget_gib:

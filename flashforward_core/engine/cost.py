@@ -56,9 +56,11 @@ class CostModel:
     """Seconds to decode one latent frame."""
     compact_frame_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds that a KV policy takes to add one latent frame to what it keeps, by the policy's name."""
+    pair_ratio: float = 1.0
+    """Seconds of two forwards as one batch over those of one after the other; 1 until it is measured."""
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in ("forward_s", "key_s", "decode_frame_s")}
+        given = {name: getattr(self, name) for name in ("forward_s", "key_s", "decode_frame_s", "pair_ratio")}
         for name, value in {**given, **self.compact_frame_s}.items():
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{name}={value} is not a duration of 0 or more; measure the forwards again")

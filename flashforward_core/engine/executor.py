@@ -137,9 +137,9 @@ def run_placed(
         run = Run(part, inputs, backbone, lanes=lanes, poison=poison, fast=fast, fit=fit)
         step = partial(_step, run=run, signals=signals, inbox=inbox, before_task=before_task)
         try:
-            for index, task_ids in enumerate(placement.order):
-                for task_id in task_ids:
-                    lanes[index].submit(partial(step, by_id[task_id], lane=index))
+            for index, lane in enumerate(lanes):
+                for unit in placement.units(index):
+                    lane.submit(partial(step, tuple(by_id[task_id] for task_id in unit), lane=index))
             _receive(inbox, deliver=deliver, total=len(graph), check_cancel=check_cancel)
             return run.report(deliver.spans)
         finally:
@@ -160,7 +160,7 @@ def runner(ray_address: str) -> Callable[..., RunReport]:
 
 
 def _step(
-    task: ForwardTask,
+    tasks: tuple[ForwardTask, ...],
     *,
     lane: int,
     run: Run,
@@ -168,8 +168,11 @@ def _step(
     inbox: "queue.SimpleQueue[list[Event] | _Failure]",
     before_task: Callable[[ForwardTask], None] | None,
 ) -> None:
-    """Wait until the parents are launched, launch the task, tell the others. On the lane's thread; never raises."""
-    parents = [parent.id for parent in run.graph.parents(task)]
+    """Wait until the parents are launched, launch a task, or two as one, and tell the others.
+
+    On the lane's thread; never raises.
+    """
+    parents = [parent.id for task in tasks for parent in run.graph.parents(task)]
     here = run.states[lane].lane
     if not signals.are_finished(parents):
         here.settle()  # deliver what is done while there is nothing to launch
@@ -177,25 +180,29 @@ def _step(
         return
     try:
         if before_task is not None:
-            before_task(task)
-        launched = run.launch(task, lane=lane)
+            for task in tasks:
+                before_task(task)
+        launched = run.launch_pair(tasks, lane=lane) if len(tasks) > 1 else [run.launch(tasks[0], lane=lane)]
     except BaseException as error:  # the calling thread raises it: a thread has nobody to raise it to
         signals.stop()
-        inbox.put(_Failure(task=task.id, error=error))
+        inbox.put(_Failure(task=" and ".join(task.id for task in tasks), error=error))
         return
-    here.defer(launched.end, partial(_finish, launched, run=run, signals=signals, inbox=inbox))
-    signals.finish(task.id)
+    here.defer(launched[-1].end, partial(_finish, launched, run=run, signals=signals, inbox=inbox))
+    for task in tasks:
+        signals.finish(task.id)
 
 
 def _finish(
-    launched: Launched, *, run: Run, signals: Signals, inbox: "queue.SimpleQueue[list[Event] | _Failure]"
+    launched: Sequence[Launched], *, run: Run, signals: Signals, inbox: "queue.SimpleQueue[list[Event] | _Failure]"
 ) -> None:
-    """Deliver a task that its device has done. Never raises."""
-    try:
-        inbox.put(run.complete(launched))
-    except Exception as error:
-        signals.stop()
-        inbox.put(_Failure(task=launched.task.id, error=error))
+    """Deliver what its device has done, one task or two. Never raises."""
+    for one in launched:
+        try:
+            inbox.put(run.complete(one))
+        except Exception as error:
+            signals.stop()
+            inbox.put(_Failure(task=one.task.id, error=error))
+            return
 
 
 def _receive(

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from ..model.compiled import compiled_parts
 from ..model.transformer import BlockParts, CausalWanTransformer, KVContext, TextContext
 from .events import Launches
 from .graphs import CudaRecorder, Inputs, Recordings, Rerun
+from .pair_view import PairView
 from .transfer import stream_for
 
 CHOICES = ("auto", "on", "off")
@@ -42,6 +43,8 @@ class FastOptions:
     """
     channels_last: str = "auto"
     """Decode in channels-last memory: ``on``, ``off``, or ``auto``, which is on for CUDA devices."""
+    batch_diagonal: bool = False
+    """Run two forwards that are ready on one lane as one batch (``engine.paired``), which rounds differently."""
 
     def __post_init__(self) -> None:
         for name in ("compile", "graphs", "channels_last"):
@@ -120,6 +123,31 @@ class Forwarder:
             self.launches.launching_s += time.perf_counter() - began
         return v
 
+    def pair(
+        self,
+        tasks: Sequence[ForwardTask],
+        inputs: Inputs,
+        *,
+        text: TextContext,
+        prompt: int,
+        views: Sequence[BankView],
+        view: Any,
+    ) -> Tensor:
+        """Return the velocities of two forwards as one batch, [2B, C, F, H, W].
+
+        ``view`` extends and attends for both of ``views``. A pair is not recorded.
+        """
+        asked = time.perf_counter()
+        with self._turn:
+            began = time.perf_counter()
+            v = self._eager(inputs, partial(self._compute, tasks[0], text=text, sparse=None), view)
+            for task, own in zip(tasks, views, strict=True):
+                if self._recordings is not None:
+                    self._recordings.count(kind_of(task, own, prompt=prompt))
+            self.launches.waited_s += began - asked
+            self.launches.launching_s += time.perf_counter() - began
+        return v
+
     def _run(self, task: ForwardTask, inputs: Inputs, compute: Callable[..., Tensor], prompt: int, view: Any) -> Tensor:
         recordings = self._recordings
         indexed = view.indexed() if recordings is not None and isinstance(view, BankView) else None
@@ -145,7 +173,7 @@ class Forwarder:
         assert task.role is not None
         attend = self._attention.attend
         dense = attend if sparse is None else sparse.self_attend
-        self_attend = view.attend if isinstance(view, PolicyView) else dense
+        self_attend = view.attend if isinstance(view, PolicyView | PairView) else dense
         v: Tensor = self._models[task.role](
             inputs.x_BCFHW,
             timestep_BF=inputs.timestep_BF,

@@ -19,9 +19,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ..specs import MAX_DEVICES
+from ..specs import MAX_DEVICES, RolloutSpec
 from .forward import FastOptions
 from .memory import MemoryOptions
+from .pairing import Pairable, pairable
 from .transfer import CudaOps, DeviceOps, HostOps, Mark, stream_for
 
 log = logging.getLogger(__name__)
@@ -292,6 +293,14 @@ class DevicePlan:
     """How forwards may be sped up."""
     memory: MemoryOptions = MemoryOptions()  # noqa: RUF009 (frozen)
     """How memory may be saved, and how much there is."""
+
+    def pairable(self, spec: RolloutSpec) -> Pairable | None:
+        """Return what tells which forwards may run as one, None if none are to; ``ValueError`` where that cannot be."""
+        if not self.fast.batch_diagonal:
+            return None
+        if self.ray_address:
+            raise ValueError("batch_diagonal=True does not go with ray_address; use batch_diagonal=False")
+        return pairable(spec)
 
     def resolve(self) -> tuple[str, ...]:
         """Return the device of each lane: ``auto`` is every CUDA device, or one CPU.

@@ -237,6 +237,9 @@ class _Lane:
             if spec.compacts or len(view.ranges) > 1:
                 self.gathered = max(self.gathered, keys)
         self.prompts = len(prompts)
+        if any(placement.assign[task_id] == lane for task_id in placement.pairs):
+            self.tokens *= 2
+            self.prompts *= 3  # beside itself, a pair's prompt is held for both
 
     def workspace(self, sizes: BackboneSizes, options: MemoryOptions) -> int:
         """Return the most that one forward has at once besides its weights and its bank."""

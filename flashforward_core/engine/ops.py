@@ -85,6 +85,8 @@ class LaneState:
     forward: Forwarder
     contexts: dict[tuple[Role, int], TextContext] = field(default_factory=dict)
     """By role and prompt, computed once."""
+    pair_texts: dict[int, TextContext] = field(default_factory=dict)
+    """Prompts of ``contexts``, by their id, for two forwards as one batch."""
     merged: dict[tuple[Role, int], MergedPrompt] = field(default_factory=dict)
     """The same prompts with their padding as one row, where attention is sparse."""
     checks: list[Callable[[], None]] = field(default_factory=list)
@@ -109,16 +111,21 @@ Op = Callable[[ForwardTask, RunInputs, LaneState, Values, Homes], dict[Slot, Any
 def denoise(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Values, homes: Homes) -> dict[Slot, Any]:
     """Take latents one level down: predict x0, then renoise to the next level unless it is the clean one."""
     sigmas = inputs.spec.stages.sigmas
-    x = _latents(task, inputs, state, values)
+    x = latents_of(task, inputs, state, values)
     v, handed = _forward(task, x, inputs=inputs, state=state, values=values, homes=homes, sigma=sigmas[task.stage])
+    return {**stepped(task, x, v, inputs=inputs, state=state), **handed}
+
+
+def stepped(task: ForwardTask, x: Tensor, v: Tensor, *, inputs: RunInputs, state: LaneState) -> dict[Slot, Any]:
+    """Return the latents that ``task`` writes: those of level ``stage + 1``, from ``x`` and the velocity there."""
+    sigmas = inputs.spec.stages.sigmas
     x0 = predict_x0(x, v, sigma=sigmas[task.stage])
     state.checks.append(partial(_check_finite, state.lane.ops.fetch(torch.isfinite(x0).all()), task, state))
     x0 = _pin(x0, task, inputs)
     level = task.stage + 1
     if level < len(sigmas) - 1:
         x0 = renoise(x0, _noise(task, inputs, state, level=level), sigma=sigmas[level])
-    latents = {slot: x0 for slot in task.writes if slot.space in (Space.LATENT, Space.ANCHOR_LATENT)}
-    return {**latents, **handed}
+    return {slot: x0 for slot in task.writes if slot.space in (Space.LATENT, Space.ANCHOR_LATENT)}
 
 
 def _check_finite(finite: Tensor, task: ForwardTask, state: LaneState) -> None:
@@ -132,7 +139,7 @@ def _check_finite(finite: Tensor, task: ForwardTask, state: LaneState) -> None:
 
 def commit(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Values, homes: Homes) -> dict[Slot, Any]:
     """Publish the KV of latents at level ``task.stage``; the velocity is not used."""
-    x = _latents(task, inputs, state, values)
+    x = latents_of(task, inputs, state, values)
     sigma = inputs.spec.stages.sigmas[task.stage]
     return _forward(task, x, inputs=inputs, state=state, values=values, homes=homes, sigma=sigma)[1]
 
@@ -164,7 +171,7 @@ def decode(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Value
     assert state.decoder is not None, f"{state.lane.name} has no decoder"
     states = [values[slot] for slot in task.reads if slot.space is Space.VAE_STATE]
     before = [kept.moved_to(state.lane).on(state.lane) for kept in states]
-    latents = _latents(task, inputs, state, values)
+    latents = latents_of(task, inputs, state, values)
     new_scene = task.index > 0 and inputs.spec.scene_start(task.index) == task.index
     if new_scene:
         before = [state.decoder.still(latents[:, :, :1])]
@@ -176,7 +183,7 @@ def decode(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Value
 OPS: Mapping[Kind, Op] = {Kind.DENOISE: denoise, Kind.COMMIT: commit, Kind.COMPACT: compact, Kind.DECODE: decode}
 
 
-def _latents(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Values) -> Tensor:
+def latents_of(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Values) -> Tensor:
     """Return the latents that ``task`` reads, on its lane: noise, given anchors, or what another task wrote."""
     (slot,) = (slot for slot in task.reads if slot.space in (Space.LATENT, Space.ANCHOR_LATENT))
     if slot in inputs.given:
@@ -233,7 +240,7 @@ def _forward(
     frames = inputs.frames_of(task)
     device = state.lane.device
     kept = _kept(task, state, values)
-    text, prompt = _text(task, inputs=inputs, state=state, frame=frames[0])
+    text, prompt = text_of(task, inputs=inputs, state=state, frame=frames[0])
     sparse = _sparse(task, inputs=inputs, state=state, prompt=prompt)
     view = policy_view(task, state.banks.open(task, homes), kept, attention=state.attention, sparse=sparse)
     v = state.forward(
@@ -250,7 +257,7 @@ def _forward(
     return v, {slot: view.collected for slot in handed_over(task) if isinstance(view, PolicyView)}
 
 
-def _text(task: ForwardTask, *, inputs: RunInputs, state: LaneState, frame: int) -> tuple[TextContext, int]:
+def text_of(task: ForwardTask, *, inputs: RunInputs, state: LaneState, frame: int) -> tuple[TextContext, int]:
     """Return the prompt that holds at the task's first latent frame, as its role sees it, and its index."""
     assert task.role is not None
     key = (task.role, inputs.spec.prompt_at(frame))

@@ -130,7 +130,14 @@ class _Chain:
         )
 
     def _placed(self, part: Part, order: str) -> Placement:
-        return place(part.graph, lanes=self.lanes, layout=self.layout, order=order, decode=self.devices.decode)
+        return place(
+            part.graph,
+            lanes=self.lanes,
+            layout=self.layout,
+            order=order,
+            decode=self.devices.decode,
+            pairable=self.devices.pairable(self.inputs.spec),
+        )
 
     def _tell(self, event: Event, *, later: float, done: int) -> None:
         if isinstance(event, TaskFinished):

@@ -5,8 +5,8 @@ anchors have to reach every lane that renders anyway: the layouts differ in wher
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
@@ -15,6 +15,7 @@ from ..graph.task import ForwardTask, Kind, Role, Space, TaskGraph
 from ..registry import Registry
 from .cost import rounds
 from .events import LaneInfo
+from .pairing import Pairable
 
 ORDERS = ("latency", "memory")
 DECODES = ("auto", "own", "shared", "any")
@@ -31,6 +32,15 @@ class Placement:
     """Task id -> lane."""
     order: tuple[tuple[str, ...], ...]
     """Task ids per lane, in running order. Lanes that keep to it never wait for each other in a circle."""
+    pairs: Mapping[str, str] = field(default_factory=dict)
+    """Forwards that run as one batch of two: the earlier in its lane's order -> the one right after it."""
+
+    def units(self, lane: int) -> Iterator[tuple[str, ...]]:
+        """Yield a lane's tasks in running order, those that run as one together."""
+        seconds = set(self.pairs.values())
+        for task_id in self.order[lane]:
+            if task_id not in seconds:
+                yield (task_id, self.pairs[task_id]) if task_id in self.pairs else (task_id,)
 
 
 def lanes_for(devices: Iterable[str]) -> tuple[LaneInfo, ...]:
@@ -149,6 +159,7 @@ def place(
     order: str = "latency",
     decode: str = "auto",
     cost: TaskCost = rounds,
+    pairable: Pairable | None = None,
 ) -> Placement:
     """Spread ``graph`` over ``lanes``.
 
@@ -156,7 +167,8 @@ def place(
     wavefront; first frames early) or ``memory`` (a lane finishes a stage's chunks before its next stage, so one of
     its banks lives at a time). ``decode`` is ``own`` (the last lane does nothing else), ``shared`` (the last stage's
     lane decodes), ``any`` (whichever lane is idle; the decoder's state moves along) or ``auto`` (a lane that holds no
-    stage, if there is one). Raises ``ValueError`` for unknown names and for lanes that are too few.
+    stage, if there is one). With ``pairable`` a lane runs two forwards that are ready as one, where that says they may.
+    Raises ``ValueError`` for unknown names and for lanes that are too few.
     """
     if not lanes:
         raise ValueError("devices=0 is below 1; use devices=1 or more")
@@ -178,7 +190,8 @@ def place(
         names = ["single"] if len(lanes) - own == 1 else ["interleaved", "prelude", "streaming"]
     home = partial(_homes, stage_groups(graph), lanes=len(lanes), decode=decode)
     found = [
-        _schedule(graph, homes=home(name), layout=name, lanes=tuple(lanes), order=order, cost=cost) for name in names
+        _schedule(graph, homes=home(name), layout=name, lanes=tuple(lanes), order=order, cost=cost, pairable=pairable)
+        for name in names
     ]
     return min(found, key=lambda pair: pair[0])[1]
 
@@ -203,10 +216,11 @@ Urgency = tuple[int, float, int]
 _NEVER: Urgency = (2, 0.0, 0)
 
 
-def _urgency(graph: TaskGraph, *, num_lanes: int, cost: TaskCost) -> dict[str, Urgency]:
-    """Rank every task: decoding at once, so that frames leave early; then by the longest remaining path.
+def _urgency(graph: TaskGraph, *, by_path: bool, cost: TaskCost) -> dict[str, Urgency]:
+    """Rank every task: decoding at once, so that frames leave early; then by the longest remaining path if ``by_path``.
 
     On one lane no order is shorter than another, so the graph's order stands: it finishes a chunk before the next.
+    Forwards that are to run in pairs need others beside them, which the diagonals of a wavefront have.
     """
     remaining = remaining_path(graph, cost=cost)
     ranks: dict[str, Urgency] = {}
@@ -214,14 +228,22 @@ def _urgency(graph: TaskGraph, *, num_lanes: int, cost: TaskCost) -> dict[str, U
         if task.kind is Kind.DECODE:
             ranks[task.id] = (0, 0.0, index)
         else:
-            ranks[task.id] = (1, 0.0 if num_lanes == 1 else -remaining[task.id], index)
+            ranks[task.id] = (1, -remaining[task.id] if by_path else 0.0, index)
     return ranks
 
 
 class _Scheduler:
     """List scheduling: an idle lane takes the most urgent ready task that may run on it."""
 
-    def __init__(self, graph: TaskGraph, *, homes: _Homes, num_lanes: int, urgency: Mapping[str, Urgency]) -> None:
+    def __init__(
+        self,
+        graph: TaskGraph,
+        *,
+        homes: _Homes,
+        num_lanes: int,
+        urgency: Mapping[str, Urgency],
+        pairable: Pairable | None,
+    ) -> None:
         self.tasks = graph.by_id()
         self.homes = homes
         self.urgency = urgency
@@ -231,6 +253,8 @@ class _Scheduler:
         self.idle = set(range(num_lanes))
         self.assign: dict[str, int] = {}
         self.order: list[list[str]] = [[] for _ in range(num_lanes)]
+        self.pairable = pairable
+        self.pairs: dict[str, str] = {}
         for task in graph.tasks:
             for parent in graph.parents(task):
                 self._add_edge(parent.id, task.id)
@@ -255,7 +279,10 @@ class _Scheduler:
         running: list[tuple[float, Urgency, str]] = []
         while True:
             for task_id in self._start_all():
-                heapq.heappush(running, (now + cost(self.tasks[task_id]), self.urgency[task_id], task_id))
+                both = [task_id, *([self.pairs[task_id]] if task_id in self.pairs else [])]
+                end = now + sum(cost(self.tasks[one]) for one in both)
+                for one in both:
+                    heapq.heappush(running, (end, self.urgency[one], one))
             if not running:
                 break
             now = running[0][0]
@@ -290,9 +317,26 @@ class _Scheduler:
             _, task_id = heapq.heappop(self.ready[lanes])
             lane = max((lane for lane in lanes if lane in self.idle), key=self._urgency_of_pinned)
             self.idle.remove(lane)
-            self.assign[task_id] = lane
-            self.order[lane].append(task_id)
             started.append(task_id)
+            partner = self._partner(task_id, lane)
+            if partner is not None:
+                self.pairs[task_id] = partner
+            for one in (task_id,) if partner is None else (task_id, partner):
+                self.assign[one] = lane
+                self.order[lane].append(one)
+
+    def _partner(self, task_id: str, lane: int) -> str | None:
+        """Take the most urgent ready task that may run on ``lane`` as one with ``task_id``, if there is any."""
+        heap = self.ready.get((lane,), [])
+        if self.pairable is None:
+            return None
+        found = [entry for entry in heap if self.pairable(self.tasks[task_id], self.tasks[entry[1]])]
+        if not found:
+            return None
+        best = min(found)
+        heap.remove(best)
+        heapq.heapify(heap)
+        return best[1]
 
     def _urgency_of_pinned(self, lane: int) -> Urgency:
         """How urgent the work is that only ``lane`` can do; a task that is free to choose disturbs the least urgent."""
@@ -301,13 +345,20 @@ class _Scheduler:
 
 
 def _schedule(
-    graph: TaskGraph, *, homes: _Homes, layout: str, lanes: tuple[LaneInfo, ...], order: str, cost: TaskCost
+    graph: TaskGraph,
+    *,
+    homes: _Homes,
+    layout: str,
+    lanes: tuple[LaneInfo, ...],
+    order: str,
+    cost: TaskCost,
+    pairable: Pairable | None,
 ) -> tuple[float, Placement]:
     """Return the makespan and the placement of one layout."""
     groups = homes.groups
     used = 1 if layout == "single" else len(lanes)
-    urgency = _urgency(graph, num_lanes=used, cost=cost)
-    scheduler = _Scheduler(graph, homes=homes, num_lanes=len(lanes), urgency=urgency)
+    urgency = _urgency(graph, by_path=used > 1 or pairable is not None, cost=cost)
+    scheduler = _Scheduler(graph, homes=homes, num_lanes=len(lanes), urgency=urgency, pairable=pairable)
     if layout == "prelude":
         planner = [task.id for task in graph.tasks if task.role is Role.PLANNER]
         scheduler.add_barrier("the planner", members=planner, waiters=list(groups))
@@ -320,4 +371,5 @@ def _schedule(
                 scheduler.add_barrier(f"group {earlier}", members=members, waiters=waiters)
     makespan = scheduler.run(cost)
     order_of_lanes = tuple(tuple(ids) for ids in scheduler.order)
-    return makespan, Placement(layout=layout, lanes=lanes, assign=scheduler.assign, order=order_of_lanes)
+    placed = Placement(layout=layout, lanes=lanes, assign=scheduler.assign, order=order_of_lanes, pairs=scheduler.pairs)
+    return makespan, placed

@@ -142,11 +142,12 @@ def _run_whole(
 ) -> tuple[Placement, Timeline, Reused]:
     """Run a rollout that is planned as one graph, or what earlier renders leave of it to run."""
     lanes = lanes_for(devices.resolve())
+    alike = devices.pairable(inputs.spec)
     run = _resume(graph, inputs, backbone, devices=devices, lanes=lanes, reuse_bytes=reuse_bytes)
 
     @cache
     def placed(order: str) -> Placement:
-        return place(run.graph, lanes=lanes, layout=devices.layout, order=order, decode=devices.decode)
+        return place(run.graph, lanes=lanes, layout=devices.layout, order=order, decode=devices.decode, pairable=alike)
 
     placement = placed(devices.order)
     fit = fit_run(
@@ -238,9 +239,10 @@ def _resume(
 ) -> Resume:
     _check_reuse(reuse_bytes)
     backbone.store.shrink(reuse_bytes)
-    # what a KV policy keeps is in no snapshot, keys of slots do not tell of sparse attention, and another machine's KV
-    # stays there
-    if not reuse_bytes or inputs.spec.compacts or inputs.spec.sparse or devices.ray_address:
+    # what a KV policy keeps is in no snapshot, keys of slots tell neither of sparse attention nor of which forwards ran
+    # as one, and another machine's KV stays there
+    keyed = not (inputs.spec.compacts or inputs.spec.sparse or devices.fast.batch_diagonal)
+    if not reuse_bytes or not keyed or devices.ray_address:
         return whole(graph, inputs.spec)
     kv = devices.memory.kv
     page_bytes = bank_shape(backbone, inputs, packed=kv == "fp8").bank_bytes(frames=1)

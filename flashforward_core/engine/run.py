@@ -25,6 +25,7 @@ from .forward import FastOptions, Forwarders, kind_of
 from .lanes import Lane, LaneTensor
 from .offload import BlockStream, streamed
 from .ops import OPS, LaneState, RunInputs
+from .paired import denoise_pair
 from .replicas import backbone_on
 from .reuse import Resume, kept_kv
 from .transfer import Mark
@@ -66,6 +67,8 @@ class Launched:
     end: Mark
     checks: Sequence[Callable[[], None]]
     ready: Sequence[Event]
+    share: tuple[int, int] = (0, 1)
+    """Which part of the time is its own: (0, 2) is the first half, where two run as one."""
 
 
 class Run:
@@ -137,16 +140,48 @@ class Run:
         Whoever reads it orders its own device behind ``marks``; nothing here waits for a CUDA device.
         """
         state = self.states[lane]
-        device = state.lane.ops
+        self._await_parents(task, lane=lane)
+        start = state.lane.ops.mark()
+        outputs = OPS[task.kind](task, self.inputs, state, self.values, self.homes)
+        checks, state.checks = state.checks, []
+        return self._publish(task, outputs, checks, lane=lane, start=start)
+
+    def launch_pair(self, tasks: Sequence[ForwardTask], *, lane: int) -> list[Launched]:
+        """Ask for two forwards as one batch; neither may read what the other writes."""
+        state = self.states[lane]
+        for task in tasks:
+            self._await_parents(task, lane=lane)
+        start = state.lane.ops.mark()
+        found = denoise_pair(tasks, self.inputs, state, self.values, self.homes)
+        launched = [
+            self._publish(task, outputs, checks, lane=lane, start=start, share=(n, len(tasks)))
+            for n, (task, (outputs, checks)) in enumerate(zip(tasks, found, strict=True))
+        ]
+        end = launched[-1].end
+        self.marks.update({task.id: end for task in tasks})
+        return [replace(one, end=end) for one in launched]
+
+    def _await_parents(self, task: ForwardTask, *, lane: int) -> None:
         for parent in self.graph.parents(task):
             if self.lane_of[parent.id] != lane:
-                device.wait_for(self.marks[parent.id])
-        start = device.mark()
-        outputs = OPS[task.kind](task, self.inputs, state, self.values, self.homes)
+                self.states[lane].lane.ops.wait_for(self.marks[parent.id])
+
+    def _publish(
+        self,
+        task: ForwardTask,
+        outputs: Mapping[Slot, Any],
+        checks: Sequence[Callable[[], None]],
+        *,
+        lane: int,
+        start: Mark,
+        share: tuple[int, int] = (0, 1),
+    ) -> Launched:
+        """Let others know of what a task writes, and let go of what nobody needs any more."""
+        state = self.states[lane]
+        device = state.lane.ops
         ready = self._ready(task, outputs, lane=state.lane)
         self.kept.update({slot: device.fetch(state.banks.home(slot).clone()) for slot in kept_kv(task, self.keep)})
         self._keep(outputs, lane=state.lane)
-        checks, state.checks = state.checks, []
         self.marks[task.id] = end = device.mark()
         self.lane_of[task.id] = lane
         self.values.update({slot: LaneTensor(state.lane.name, value) for slot, value in outputs.items()})
@@ -154,7 +189,7 @@ class Run:
         for slot in self.ledger.finish(task):
             self.values.pop(slot, None)
             self.homes.pop(slot, None)
-        return Launched(task=task, lane=lane, start=start, end=end, checks=checks, ready=ready)
+        return Launched(task=task, lane=lane, start=start, end=end, checks=checks, ready=ready, share=share)
 
     def _keep(self, outputs: Mapping[Slot, Any], *, lane: Lane) -> None:
         """Keep what was asked for: tensors on the CPU, states where they are."""
@@ -169,8 +204,11 @@ class Run:
         launched.end.wait()  # raises what the device has met
         for check in launched.checks:
             check()
-        start_s, end_s = (mark.time_s - self.began for mark in (launched.start, launched.end))
-        span = TaskSpan(task=launched.task.id, lane=launched.lane, start_s=start_s, end_s=end_s)
+        begin_s, end_s = (mark.time_s - self.began for mark in (launched.start, launched.end))
+        part, parts = launched.share
+        each = (end_s - begin_s) / parts
+        own_s = begin_s + part * each
+        span = TaskSpan(task=launched.task.id, lane=launched.lane, start_s=own_s, end_s=own_s + each)
         return [TaskFinished(span=span, done=0, total=len(self.graph)), *launched.ready]
 
     def _ready(self, task: ForwardTask, outputs: Mapping[Slot, Any], *, lane: Lane) -> list[Event]:
@@ -203,6 +241,7 @@ class Run:
             state.banks.free()
             state.forward.free()
             state.contexts.clear()
+            state.pair_texts.clear()
             state.merged.clear()
         for stream in self.streams:
             stream.free()

@@ -11,12 +11,16 @@ from .placement import Placement
 SlotBytes = Callable[[Slot], int]
 
 
-def run_lanes(graph: TaskGraph, *, placement: Placement, cost: TaskCost) -> tuple[TaskSpan, ...]:
+def run_lanes(
+    graph: TaskGraph, *, placement: Placement, cost: TaskCost, pair_ratio: float = 1.0
+) -> tuple[TaskSpan, ...]:
     """Return when each task runs, if every lane takes its tasks in order, each as soon as its parents have ended.
 
+    Forwards that run as one take ``pair_ratio`` of what they take one after the other, and have half of it each.
     Spans come in an order that respects the dependencies. A placement that cannot be run to its end is a bug.
     """
     by_id = graph.by_id()
+    units = [list(placement.units(lane)) for lane in range(len(placement.lanes))]
     position = [0] * len(placement.lanes)
     free_at = [0.0] * len(placement.lanes)
     ends: dict[str, float] = {}
@@ -25,19 +29,22 @@ def run_lanes(graph: TaskGraph, *, placement: Placement, cost: TaskCost) -> tupl
     lanes = list(range(len(placement.lanes)))
     while lanes:
         lane = lanes.pop()
-        if position[lane] == len(placement.order[lane]):
+        if position[lane] == len(units[lane]):
             continue
-        task = by_id[placement.order[lane][position[lane]]]
-        parents = graph.parents(task)
+        tasks = [by_id[task_id] for task_id in units[lane][position[lane]]]
+        parents = [parent for task in tasks for parent in graph.parents(task)]
         missing = next((parent.id for parent in parents if parent.id not in ends), None)
         if missing is not None:
             waiting.setdefault(missing, []).append(lane)
             continue
         start = max([free_at[lane], *(ends[parent.id] for parent in parents)])
-        ends[task.id] = free_at[lane] = start + cost(task)
-        spans.append(TaskSpan(task=task.id, lane=lane, start_s=start, end_s=ends[task.id]))
+        each = cost(tasks[0]) if len(tasks) == 1 else pair_ratio * sum(map(cost, tasks)) / len(tasks)
+        for n, task in enumerate(tasks):
+            spans.append(TaskSpan(task=task.id, lane=lane, start_s=start + n * each, end_s=start + (n + 1) * each))
+        free_at[lane] = start + len(tasks) * each
+        ends.update({task.id: free_at[lane] for task in tasks})
         position[lane] += 1
-        lanes.extend([lane, *waiting.pop(task.id, ())])
+        lanes.extend([lane, *(other for task in tasks for other in waiting.pop(task.id, ()))])
     assert len(spans) == len(graph), "the placement's lanes wait for each other"
     return tuple(spans)
 
@@ -48,14 +55,15 @@ def simulate(
     placement: Placement,
     seconds: TaskCost | None = None,
     slot_bytes: SlotBytes | None = None,
+    pair_ratio: float = 1.0,
 ) -> Timeline:
-    """Predict a run of ``graph``.
+    """Predict a run of ``graph``. ``pair_ratio`` is as in ``run_lanes``.
 
     ``seconds`` gives each task's duration (``CostModel.of(spec)``); without it spans count in rounds and
     ``predicted_s`` is None. ``slot_bytes`` sizes KV slots; without it ``peak_kv_bytes`` is empty.
     """
     in_rounds = run_lanes(graph, placement=placement, cost=rounds)
-    spans = in_rounds if seconds is None else run_lanes(graph, placement=placement, cost=seconds)
+    spans = in_rounds if seconds is None else run_lanes(graph, placement=placement, cost=seconds, pair_ratio=pair_ratio)
     return Timeline(
         source="simulated",
         lanes=placement.lanes,

@@ -141,9 +141,13 @@ class Rotation:
 def rotation(config: WanConfig, *, frames: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Rotation:
     """Return the rotation of tokens in frame, row, column order.
 
-    ``frames`` [F] holds absolute latent indices, on the device that uses them. Angles are computed in float64 from
-    the index itself, so there is no table and no longest video; ``dtype`` is that of the result.
+    ``frames`` [F], or [B, F] where a batch's rows differ, holds absolute latent indices, on the device that uses them.
+    Angles are computed in float64 from the index itself, so there is no table and no longest video; ``dtype`` is that
+    of the result.
     """
+    if frames.ndim == 2:  # a sequence of all rows' latent frames, cut up again
+        turn = rotation(config, frames=frames.flatten(), rows=rows, columns=columns, dtype=dtype)
+        return Rotation(*(part_LP.unflatten(0, (frames.shape[0], -1)) for part_LP in (turn.cos, turn.sin)))
     device = frames.device
     axes = (frames, torch.arange(rows, device=device), torch.arange(columns, device=device))
     shape = (frames.shape[0], rows, columns)

@@ -307,10 +307,10 @@ class CausalWanTransformer(nn.Module):
     ) -> Tensor:
         """Return the velocity v_BCFHW, in the dtype of the output layer's weights.
 
-        ``timestep_BF`` is 1000·sigma per latent frame; ``frames`` [F] holds absolute latent indices on the model's
-        device. Exactly one of ``role`` (the whole sequence) and ``segments`` (one TextContext each) is given. Without
-        ``kv`` the sequence attends to itself only. ``checkpoint_blocks`` recomputes blocks in the backward pass;
-        ``parts`` are what to run the blocks with instead of their own methods.
+        ``timestep_BF`` is 1000·sigma per latent frame; ``frames`` [F], or [B, F], holds absolute latent indices on
+        the model's device. Exactly one of ``role`` (the whole sequence) and ``segments`` (one TextContext each) is
+        given. Without ``kv`` the sequence attends to itself only. ``checkpoint_blocks`` recomputes blocks in the
+        backward pass; ``parts`` are what to run the blocks with instead of their own methods.
         """
         segments = self._segments(segments, role=role, num_frames=x_BCFHW.shape[2])
         texts = (text,) if isinstance(text, TextContext) else tuple(text)
