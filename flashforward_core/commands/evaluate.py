@@ -22,6 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chunk-frames", type=int, default=3, metavar="N", help="latent frames per chunk (3)")
     parser.add_argument("--anchor-stride", type=int, default=10, metavar="N", help="latent frames between anchors (10)")
+    parser.add_argument(
+        "--vbench",
+        action="store_true",
+        help="VBench too: consistency of subject and background, motion, flicker; needs its package and weights",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG; needs matplotlib")
 
@@ -32,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"video={str(args.video)!r} is no file; give a video file")
     if args.plot is not None:
         _check_plot(args.plot)
+    if args.vbench:
+        _check_vbench()
     scene = _scene(args.caption)
     try:
         fps = float(probe(args.video).fps)
@@ -41,8 +48,29 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.video}: {error}") from error
     if args.plot is not None:
         save_plot(found, args.plot, layout=layout, title=args.video.name)
-    print(json.dumps(found.to_json()) if args.json else table(found))
+    scores = _vbench(args.video) if args.vbench else {}
+    if args.json:
+        print(json.dumps(found.to_json() | ({"vbench": scores} if scores else {})))
+    else:
+        print(table(found))
+        for name, score in scores.items():
+            print(f"{name.replace('_', ' '):<22}  {score:.2%} (VBench)")
     return 0
+
+
+def _check_vbench() -> None:
+    """Refuse before anything is measured: what is missing is known at once."""
+    from ..metrics.vbench import require_vbench
+
+    require_vbench()
+
+
+def _vbench(video: Path) -> dict[str, float]:
+    import torch
+
+    from ..metrics.vbench import vbench_scores
+
+    return vbench_scores(video, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _check_plot(path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from flashforward_core.cli import main
 from flashforward_core.media import VideoWriter
+from flashforward_core.metrics.vbench import DIMENSIONS
 from flashforward_core.scenes import sample_scene
 from flashforward_core.train.synthetic import render_scene
 
@@ -88,3 +89,63 @@ def test_what_is_no_video_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["evaluate", str(tmp_path / "none.mp4")]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert "notes.mp4" in first and "none.mp4" in second
+
+
+VBENCH = """
+import json, os
+class VBench:
+    def __init__(self, device, full_info_dir, output_path):
+        self.folder = output_path
+    def evaluate(self, videos_path, name, prompt_list=[], dimension_list=None, local=False, read_frame=False, mode=""):
+        assert local and mode == "custom_input" and os.path.isfile(videos_path), "would fetch weights or want prompts"
+        print("as much as VBench prints")
+        found = {name: [0.5 + place / 8, []] for place, name in enumerate(dimension_list)}
+        with open(os.path.join(self.folder, name + "_eval_results.json"), "w") as file:
+            json.dump(found, file)
+"""
+
+
+@pytest.fixture
+def vbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package with VBench 0.1.5's interface, and the folder of its weights, still empty."""
+    package = tmp_path / "site" / "vbench"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(VBENCH)
+    (package / "utils.py").write_text(f"CACHE_DIR = {str(tmp_path / 'cache')!r}")
+    for dimension in DIMENSIONS:
+        (package / f"{dimension}.py").write_text("")
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    for name in ("vbench", "vbench.utils", *(f"vbench.{dimension}" for dimension in DIMENSIONS)):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def test_vbench_is_run_on_weights_that_are_there_and_fetches_none(
+    clip: Path, vbench: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(clip), "--vbench"]) == 2
+    said = capsys.readouterr().err
+    weights = [
+        "cache/clip_model/ViT-B-32.pt",
+        "cache/amt_model/amt-s.pth",
+        "cache/dino_model/dino_vitbase16_pretrain.pth",
+    ]
+    weights += ["cache/dino_model/facebookresearch_dino_main/hubconf.py"]
+    weights += ["torch/hub/checkpoints/dino_vitbase16_pretrain.pth"]
+    for name in weights:
+        assert str(vbench / name) in said
+        (vbench / name).parent.mkdir(parents=True, exist_ok=True)
+        (vbench / name).touch()
+    assert main(["evaluate", str(clip), "--vbench", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["vbench"] == dict(
+        zip(DIMENSIONS, (0.5, 0.625, 0.75, 0.875), strict=True)
+    )
+
+
+def test_without_vbench_it_says_what_to_install(
+    clip: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vbench", None)  # as if it were not installed
+    assert main(["evaluate", str(clip), "--vbench"]) == 2
+    assert "install it with: pip install --no-deps vbench openai-clip" in capsys.readouterr().err
