@@ -21,6 +21,7 @@ POLICIES = {
     "history_only": "attention so far only",
     "unweighed": "Future Forcing, merged tokens not weighed",
     "future_forcing": "Future Forcing",
+    "future_only": "Future Forcing, λ = 1",
     "temp_cache": "TempCache",
 }
 SETTINGS = {"dense": "dense", "temp_cache": "TempCache", "ann_sa": "AnnSA", "ann_ca": "AnnCA", "all": "all three"}
@@ -151,8 +152,7 @@ def errors(rows: Sequence[Row]) -> list[str]:
 _VARIANTS = {
     "most_attention": "the tokens about to get the most attention, nobody can know which",
     "future_weight=0": "Future Forcing, λ = 0",
-    "future_weight=0.5": "Future Forcing, λ = 0.5",
-    "future_weight=1": "Future Forcing, λ = 1",
+    "future_weight=0.75": "Future Forcing, λ = 0.75",
     "threshold=0.9": "TempCache without bound, threshold 0.9",
     "threshold=0.95": "TempCache without bound, threshold 0.95",
     "threshold=0.98": "TempCache without bound, threshold 0.98",

@@ -57,6 +57,7 @@ def policies(budget: int) -> dict[str, KVPolicy]:
         "history_only": FutureForcingOptions(budget_frames=budget, future_weight=0.0, weigh_merged=False),
         "unweighed": FutureForcingOptions(budget_frames=budget, future_weight=0.5, weigh_merged=False),
         "future_forcing": FutureForcingOptions(budget_frames=budget),
+        "future_only": FutureForcingOptions(budget_frames=budget, future_weight=1.0),
         "temp_cache": TempCacheOptions(budget_frames=budget),
     }
 
@@ -64,7 +65,7 @@ def policies(budget: int) -> dict[str, KVPolicy]:
 def followed(budget: int) -> dict[str, KVPolicy]:
     """Return what is compared by what attention reads: all policies, and what the choices in them change."""
     future = FutureForcingOptions(budget_frames=budget)
-    weights = {f"future_weight={weight:g}": replace(future, future_weight=weight) for weight in (0.0, 0.5, 1.0)}
+    weights = {f"future_weight={weight:g}": replace(future, future_weight=weight) for weight in (0.0, 0.75)}
     thresholds = {
         f"threshold={value:g}": TempCacheOptions(budget_frames=EVERYTHING, threshold=value)
         for value in (0.9, 0.95, 0.98, 0.99)
