@@ -106,6 +106,13 @@ part() {
         guarded "sparse" 200 "$python" -m flashforward_core bench sparse --json "$out/sparse.json" --commit "$commit" \
             --densities "$(ls benchmarks/results/*policies.json | tail -n 1)"
         ;;
+    sparse_kernels) # the same at one length, kernel by kernel; FlashInfer where it is installed
+        for kernel in triton flash flex $("$python" -c 'import flashinfer' 2>/dev/null && echo flashinfer); do
+            guarded "sparse with $kernel" 90 "$python" -m flashforward_core bench sparse --frames 1000 --whole 0 \
+                --sparse-attention "$kernel" --json "$out/sparse_$kernel.json" --commit "$commit" \
+                --densities "$(ls benchmarks/results/*policies.json | tail -n 1)"
+        done
+        ;;
     *) echo "FAILED $1: no such part" ;;
     esac
 }

@@ -122,7 +122,7 @@ def test_dropped_prompt_rows_are_a_hidden_bucket() -> None:
 if DEVICE == "cuda":
 
     def test_a_sparse_block_waits_for_nothing_and_can_be_recorded() -> None:
-        """What a forward does in a sparse block, with a policy's state beside a page: no look at numbers on the device."""
+        """What a forward does in a sparse block, with a policy's state beside a page, looks at no number on the host."""
         from flashforward_core.kv.bucket_kernel import attend_triton
 
         options, triton = SparseOptions(), BUCKET_ATTENTION["triton"]
