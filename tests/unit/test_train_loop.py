@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from PIL import Image
 from torch import Tensor, nn
 
-from flashforward_core.train.loop import LoopConfig, TrainingDiverged, rate, step_seed, train
+from flashforward_core.train.loop import LoopConfig, TrainingDiverged, averaging, rate, step_seed, train
 from flashforward_core.train.progress import log_video
 
 pytestmark = pytest.mark.cpu
@@ -75,6 +75,17 @@ def test_rate_rises_then_falls_to_its_floor() -> None:
     assert rate(0.0, 9, 10) == pytest.approx(1.0)
     assert rate(0.5, 100, 10) == pytest.approx(0.51)
     assert rate(1.0, 100, 10) == pytest.approx(0.02)
+
+
+def test_the_average_spans_a_tenth_of_a_short_run_and_no_more_than_its_decay() -> None:
+    """How much of the weights after the first step is in the average after so many."""
+    assert averaging(0, 0.996) == 0
+
+    def of_the_first(steps: int) -> float:
+        return math.prod(averaging(step, 0.996) for step in range(1, steps))
+
+    assert of_the_first(90) < 1e-10 and averaging(90, 0.996) == pytest.approx(0.909, abs=1e-3)
+    assert averaging(3000, 0.996) == 0.996
 
 
 def test_seeds_differ_between_steps_and_processes() -> None:
