@@ -71,6 +71,10 @@ part() {
             --metrics forward_ms attention_ms rollout_s lane_scaling forward_error --fit \
             --schedules flashforward self_forcing hiar --layouts auto prelude streaming --predict 2 4
         ;;
+    batched) # two forwards as one: where the time goes into launching, and where it does not
+        bench "embedded, two as one" 60 --model embedded --precision fp32 --latents 81 --devices $one --metrics batched_ms
+        large_model "1.3B, two as one" 100 1.3B bf16 --latents 48 --devices $one --metrics batched_ms --fit
+        ;;
     layouts) # launches, captures and first runs apart from later ones: why a layout takes longer than simulated
         large_model "1.3B on two devices" 200 1.3B bf16 --attention cudnn $fa3 --latents 81 --devices ${both:-$one} \
             --metrics rollout_s --layouts prelude interleaved --repeats 3

@@ -10,6 +10,7 @@ import torch
 from comfy.cli_args import args
 from comfy_api.latest import io
 
+from flashforward_core.engine.forward import FastOptions
 from flashforward_core.engine.memory import KV_CHOICES, OFFLOAD_CHOICES, MemoryOptions
 from flashforward_core.engine.placement import DECODES, LAYOUTS, ORDERS
 from flashforward_core.engine.ray_lanes import check_address
@@ -43,6 +44,7 @@ def device_plan(
     kv: str = KV_CHOICES[0],
     offload: str = OFFLOAD_CHOICES[0],
     budget_gib: float = 0.0,
+    batch_diagonal: bool = False,
 ) -> DevicePlan:
     """Read the Devices node's values; ``ValueError`` names what cannot be read.
 
@@ -64,7 +66,13 @@ def device_plan(
     if args.cpu and not ray_address:  # ComfyUI was told to leave the GPUs alone, so "all of them" is none
         entries = ["cpu" if entry == AUTO else entry for entry in entries]
     return DevicePlan(
-        devices=tuple(entries), layout=layout, order=order, decode=decode, ray_address=ray_address, memory=memory
+        devices=tuple(entries),
+        layout=layout,
+        order=order,
+        decode=decode,
+        ray_address=ray_address,
+        fast=FastOptions(batch_diagonal=batch_diagonal),
+        memory=memory,
     )
 
 
@@ -151,6 +159,14 @@ class Devices(io.ComfyNode):
                     "the cluster's. HOST:PORT needs to be trusted by whoever runs the server.",
                 ),
                 *_memory_inputs(),
+                expert(
+                    io.Boolean,
+                    "batch_diagonal",
+                    default=False,
+                    optional=True,
+                    tooltip="Runs two chunks' forwards that are ready on one device as one. It may be faster for small "
+                    "models; the video differs a little, and Wavefront Render reuses nothing.",
+                ),
             ],
             outputs=[DevicesSocket.Output("devices_out", display_name="devices", tooltip="For Plan.")],
         )

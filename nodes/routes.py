@@ -15,6 +15,7 @@ from flashforward_core.model.presets import choose_preset, fit_spec
 from flashforward_core.prompts import PromptTime, parse, spans
 from flashforward_core.specs import RolloutSpec, VideoShape
 
+from .checks import of_type
 from .devices import Devices, default_devices, device_plan
 from .loading import EMBEDDED as EMBEDDED_CHOICE
 from .planning import PLAN_VALUES, Plan, build_spec
@@ -78,6 +79,8 @@ def answer(body: Any) -> dict[str, Any]:
     chosen: dict[str, Any] = {name: _text(body, name, "") for name in DEVICES_VALUES if name in body}
     if "budget_gib" in body:
         chosen["budget_gib"] = _checked(_devices_entry("budget_gib"), body["budget_gib"], node="Devices")
+    if "batch_diagonal" in body:
+        chosen["batch_diagonal"] = of_type(_devices_entry("batch_diagonal"), body["batch_diagonal"])
     found = predict_plan(
         spec,
         devices=device_plan(**chosen) if chosen else default_devices(),

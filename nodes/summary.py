@@ -11,6 +11,7 @@ from flashforward_core.engine.budget import Question, fit, sizes_of, total_bytes
 from flashforward_core.engine.cost import CostKey, CostModel, load_cost, rounds, slot_frames
 from flashforward_core.engine.events import Timeline
 from flashforward_core.engine.memory import GIB, BackboneSizes, DeviceMemory, backbone_sizes, size
+from flashforward_core.engine.pairing import Pairable, pairable
 from flashforward_core.engine.placement import Placement, lanes_for, place
 from flashforward_core.engine.rollout import DevicePlan
 from flashforward_core.engine.simulate import simulate
@@ -150,7 +151,9 @@ def _parts(
     """Simulate what Plan Anchors runs, if it does, and what the render runs."""
     given = given and spec.anchors is not None
     graph = build_graph(spec, decode=False, given_anchors=given)
-    render = _part(graph, spec, lanes=lanes, layout=devices.layout, order=devices.order, config=config, cost=cost)
+    alike = devices.pairable(spec)
+    layout, order = devices.layout, devices.order
+    render = _part(graph, spec, lanes=lanes, layout=layout, order=order, config=config, cost=cost, alike=alike)
     if not given:
         return None, render
     alone = planner_graph(spec)
@@ -167,6 +170,7 @@ def _part(
     order: str,
     config: WanConfig,
     cost: CostModel | None,
+    alike: Pairable | None = None,
 ) -> Part:
     frame_bytes = config.kv_bytes_per_frame(spec.shape.tokens_per_frame)
 
@@ -174,8 +178,10 @@ def _part(
         return slot_frames(slot, spec) * frame_bytes
 
     seconds = None if cost is None else cost.of(spec)
-    placement = place(graph, lanes=lanes_for(lanes), layout=layout, order=order, cost=seconds or rounds)
-    timeline = simulate(graph, placement=placement, seconds=seconds, slot_bytes=slot_bytes)
+    named = lanes_for(lanes)
+    placement = place(graph, lanes=named, layout=layout, order=order, cost=seconds or rounds, pairable=alike)
+    ratio = 1.0 if cost is None else cost.pair_ratio
+    timeline = simulate(graph, placement=placement, seconds=seconds, slot_bytes=slot_bytes, pair_ratio=ratio)
     return Part(graph=graph, placement=placement, timeline=timeline)
 
 
@@ -184,7 +190,8 @@ def _question(part: Part, spec: RolloutSpec, *, video: RolloutSpec, sizes: Backb
     placed = part.placement
 
     def place_in(order: str) -> Placement:
-        return place(part.graph, lanes=placed.lanes, layout=placed.layout, order=order)
+        alike = pairable(spec) if placed.pairs else None
+        return place(part.graph, lanes=placed.lanes, layout=placed.layout, order=order, pairable=alike)
 
     return Question(graph=part.graph, spec=spec, sizes=sizes, placed=place_in, video=video)
 

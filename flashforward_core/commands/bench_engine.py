@@ -18,6 +18,7 @@ from ..engine.cost import CostModel, num_keys
 from ..engine.events import Event, FramesReady, TaskSpan
 from ..engine.forward import FastOptions
 from ..engine.lanes import DevicePlan
+from ..engine.placement import Placement
 from ..engine.rollout import RenderResult, render
 from ..graph.schedules import build_graph, spec_for
 from ..graph.task import ForwardTask, Kind, Role, TaskGraph
@@ -95,7 +96,8 @@ class Bench:
     book: RowBook
     decode_frame_s: float = 0.0
     compact_frame_s: dict[str, float] = field(default_factory=dict)
-    _warm: set[tuple[tuple[str, ...], bool]] = field(default_factory=set)
+    pair_ratio: float | None = None
+    _warm: set[tuple[tuple[str, ...], bool, bool]] = field(default_factory=set)
     _singles: dict[tuple[str, int], Timed] = field(default_factory=dict)
 
     @classmethod
@@ -139,8 +141,10 @@ class Bench:
             RolloutSpec(shape=VideoShape(width=width, height=height, latent_frames=latents), schedule=schedule)
         )
 
-    def plan(self, devices: str, *, layout: str = "auto", decode: str = "auto") -> DevicePlan:
-        fast = FastOptions(compile=self.args.compile, graphs=self.args.graphs)
+    def plan(
+        self, devices: str, *, layout: str = "auto", decode: str = "auto", batch_diagonal: bool = False
+    ) -> DevicePlan:
+        fast = FastOptions(compile=self.args.compile, graphs=self.args.graphs, batch_diagonal=batch_diagonal)
         return DevicePlan(devices=(devices,), layout=layout, order=self.args.order, decode=decode, fast=fast)
 
     def timed(self, spec: RolloutSpec, plan: DevicePlan, *, video: Path | None = None) -> Timed:
@@ -148,13 +152,14 @@ class Bench:
 
         ``video`` is written too.
         """
-        if (plan.devices, video is None) not in self._warm:
+        key = (plan.devices, video is None, plan.fast.batch_diagonal)
+        if key not in self._warm:
             began = time.perf_counter()
             enough = WARM_RECORDED_LATENTS if _records(plan) else WARM_LATENTS
             short = replace(spec.shape, latent_frames=min(enough, spec.shape.latent_frames))
             warm = spec_for(replace(spec, shape=short))
             render(self.backbone, warm, self.models.texts, devices=plan, decode=video is not None)
-            self._warm.add((plan.devices, video is None))
+            self._warm.add(key)
             print(f"warm-up on {','.join(plan.devices)}: {time.perf_counter() - began:.1f} s", flush=True)
         runs = [self._once(spec, plan, video=video) for _ in range(self.args.repeats)]
         return replace(min(runs, key=lambda run: run.seconds), first_s=runs[0].seconds)
@@ -250,6 +255,20 @@ def forward_seconds(graph: TaskGraph, spec: RolloutSpec, result: RenderResult) -
         if task.kind is Kind.DENOISE and task.role is not None:
             found.setdefault((task.role, num_keys(task, spec)), []).append(span.end_s - span.start_s)
     return {key: statistics.median(times) for key, times in found.items()}
+
+
+def pair_seconds(placement: Placement, spec: RolloutSpec, graph: TaskGraph, result: RenderResult) -> tuple[int, float]:
+    """Return the longest context that two forwards of one batch both had, in keys, and such pairs' median seconds."""
+    tasks, spans = graph.by_id(), {span.task: span for span in result.timeline.spans}
+    found: dict[int, list[float]] = {}
+    for pair in placement.pairs.items():
+        keys = {num_keys(tasks[one], spec) for one in pair}
+        if len(keys) == 1:
+            found.setdefault(keys.pop(), []).append(spans[pair[1]].end_s - spans[pair[0]].start_s)
+    if not found:
+        raise ValueError("no two forwards with the same context ran as one; use more latents")
+    longest = max(found)
+    return longest, statistics.median(found[longest])
 
 
 def steady_rate(spans: Sequence[TaskSpan]) -> float:

@@ -20,13 +20,13 @@ from ..engine.memory import predict_memory
 from ..engine.placement import DECODES, LAYOUTS, ORDERS, Placement, lanes_for, place
 from ..engine.simulate import simulate
 from ..graph.schedules import SCHEDULES, build_graph
-from ..graph.task import TaskGraph
+from ..graph.task import Role, TaskGraph
 from ..kv_policy import KV_POLICIES, KeepOptions
 from ..model.attention import ATTENTION
 from ..model.config import MODELS
 from ..registry import Registry
 from ..specs import TEMPORAL_FACTOR, RolloutSpec
-from .bench_engine import Bench, Timed, forward_seconds, steady_rate, write_traces
+from .bench_engine import Bench, Timed, forward_seconds, pair_seconds, steady_rate, write_traces
 from .bench_kernels import attention_times, decode_rates, forward_errors
 from .bench_models import DECODERS, PRECISIONS
 
@@ -112,8 +112,10 @@ def _fit(bench: Bench) -> None:
     earlier = load_cost(path, key=key)
     cost = earlier if earlier is not None and not bench.has_forwards else bench.cost
     decode_frame_s = bench.decode_frame_s or (0.0 if earlier is None else earlier.decode_frame_s)
+    pair_ratio = bench.pair_ratio or (1.0 if earlier is None else earlier.pair_ratio)
     compact_frame_s = {**({} if earlier is None else earlier.compact_frame_s), **bench.compact_frame_s}
-    save_cost(path, key=key, cost=replace(cost, decode_frame_s=decode_frame_s, compact_frame_s=compact_frame_s))
+    fitted = replace(cost, decode_frame_s=decode_frame_s, compact_frame_s=compact_frame_s, pair_ratio=pair_ratio)
+    save_cost(path, key=key, cost=fitted)
     print(f"costs of {key.device} kept in {path}")
 
 
@@ -241,6 +243,24 @@ def _lane_scaling(bench: Bench) -> None:
         plan = bench.plan(devices, layout="interleaved")
         rate = steady_rate(bench.timed(spec, plan).result.timeline.spans)
         bench.book.add("lane_scaling", rate / alone, "ratio", devices=lanes, device_list=devices, forwards_per_s=rate)
+
+
+@METRICS.add("batched_ms")
+def _batched_ms(bench: Bench) -> None:
+    """Two forwards as one batch, beside one of the same context; then a whole rollout each way."""
+    latents = max(bench.args.latents)
+    spec, alone = bench.spec("flashforward", latents), bench.single("flashforward", latents)
+    graph, plan = build_graph(spec, decode=False), bench.plan(str(bench.device), layout="single", batch_diagonal=True)
+    timed = bench.timed(spec, plan)
+    placement = place(graph, lanes=lanes_for([str(bench.device)]), order=plan.order, pairable=plan.pairable(spec))
+    keys, seconds = pair_seconds(placement, spec, graph, timed.result)
+    one = forward_seconds(graph, spec, alone.result)[Role.RENDERER, keys]
+    bench.pair_ratio = seconds / (2 * one)
+    context = keys // spec.shape.tokens_per_frame
+    config = {"context": context, "latents": latents, "batched": 2, "pairs": len(placement.pairs)}
+    found = {"alone_ms": one * 1000, "ratio": bench.pair_ratio, "compilations": timed.compilations}
+    rollouts = {"rollout_s": timed.seconds, "rollout_alone_s": alone.seconds}
+    bench.book.add("batched_ms", seconds * 1000, "ms", **config, **found, **rollouts)
 
 
 @METRICS.add("compact_ms")

@@ -62,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layout", default="auto", help=f"one of: auto, {', '.join(LAYOUTS)} (auto)")
     parser.add_argument("--order", default="latency", help=f"one of: {', '.join(ORDERS)} (latency)")
+    parser.add_argument(
+        "--batch-diagonal",
+        action="store_true",
+        help="run two chunks' forwards that are ready on one device as one batch; the latents differ by roundings",
+    )
     add_memory_arguments(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="precision of the transformer's weights (fp32)")
     parser.add_argument("--crf", type=int, default=17, help="x264's quality: 0 lossless, 17 hardly visible, 51 worst")
@@ -112,7 +117,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--sparse-attention",
         default="auto",
         metavar="NAME",
-        help="kernel of --sparse: triton, flashinfer, flash, flex, torch, or the first that runs (auto)",
+        help="kernel of --sparse: triton, flashinfer, flash, flex, cpu, torch, or the first that runs (auto)",
     )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from ..engine.events import Event, FramesReady, TaskFinished
 from ..engine.executor import TaskFailed
+from ..engine.forward import FastOptions
 from ..engine.lanes import DevicePlan
 from ..engine.ops import NotFinite
 from ..engine.ray_lanes import LaneLost
@@ -115,7 +116,12 @@ def is_users(error: Exception) -> bool:
 def devices_of(args: argparse.Namespace) -> DevicePlan:
     """Return the devices that the options ask for."""
     return DevicePlan(
-        devices=(args.devices,), layout=args.layout, order=args.order, ray_address=args.ray, memory=memory_of(args)
+        devices=(args.devices,),
+        layout=args.layout,
+        order=args.order,
+        ray_address=args.ray,
+        fast=FastOptions(batch_diagonal=args.batch_diagonal),
+        memory=memory_of(args),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ..engine.cost import CostKey, CostModel, fitted_devices, load_cost, slot_frames
 from ..engine.events import Timeline
 from ..engine.memory import backbone_sizes, predict_memory
+from ..engine.pairing import pairable
 from ..engine.placement import LAYOUTS, ORDERS, Placement, lanes_for, place
 from ..engine.simulate import simulate
 from ..graph.anchors import RULES
@@ -39,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", default="flashforward", help=f"one of: {', '.join(SCHEDULES)} (flashforward)")
     parser.add_argument("--layout", default="interleaved", help=f"one of: auto, {', '.join(LAYOUTS)} (interleaved)")
     parser.add_argument("--order", default="latency", help=f"one of: {', '.join(ORDERS)} (latency)")
+    parser.add_argument(
+        "--batch-diagonal", action="store_true", help="as render's: forwards that are ready on one device, two by two"
+    )
     parser.add_argument("--model", default="1.3B", help=f"one of: {', '.join(MODELS)} (1.3B)")
     parser.add_argument("--resolution", help=f"{SIZES_SHOWN} in pixels")
     parser.add_argument("--chunk-frames", type=int, default=3, metavar="N", help="latent frames of a chunk (3)")
@@ -137,7 +141,14 @@ def _cost(args: argparse.Namespace, resolution: str) -> CostModel | None:
 
 
 def predict(
-    spec: RolloutSpec, *, config: WanConfig, devices: int, layout: str, order: str, cost: CostModel | None
+    spec: RolloutSpec,
+    *,
+    config: WanConfig,
+    devices: int,
+    layout: str,
+    order: str,
+    cost: CostModel | None,
+    batch_diagonal: bool = False,
 ) -> tuple[TaskGraph, Placement, Timeline]:
     """Build, place and simulate one rollout; KV is counted in bf16."""
     graph = build_graph(spec)
@@ -146,13 +157,14 @@ def predict(
     def slot_bytes(slot: Slot) -> int:
         return slot_frames(slot, spec) * frame_bytes
 
-    lanes = lanes_for([""] * devices)
+    lanes, alike = lanes_for([""] * devices), pairable(spec) if batch_diagonal else None
     if cost is None:
-        placement = place(graph, lanes=lanes, layout=layout, order=order)
+        placement = place(graph, lanes=lanes, layout=layout, order=order, pairable=alike)
         return graph, placement, simulate(graph, placement=placement, slot_bytes=slot_bytes)
     seconds = cost.of(spec)
-    placement = place(graph, lanes=lanes, layout=layout, order=order, cost=seconds)
-    return graph, placement, simulate(graph, placement=placement, seconds=seconds, slot_bytes=slot_bytes)
+    placement = place(graph, lanes=lanes, layout=layout, order=order, cost=seconds, pairable=alike)
+    timeline = simulate(graph, placement=placement, seconds=seconds, slot_bytes=slot_bytes, pair_ratio=cost.pair_ratio)
+    return graph, placement, timeline
 
 
 def run(args: argparse.Namespace) -> int:
@@ -172,6 +184,7 @@ def run(args: argparse.Namespace) -> int:
         layout=args.layout,
         order=args.order,
         cost=cost,
+        batch_diagonal=args.batch_diagonal,
     )
     assert timeline.rounds is not None
     names = [f"cuda:{n}" for n in range(args.devices)]

@@ -88,6 +88,21 @@ def test_compiled_blocks_are_as_close_as_bf16_allows_and_lanes_agree(backbone: B
         assert run(backbone, texts, devices=devices, fast=both).sha256 == compiled.sha256
 
 
+@pytest.mark.parametrize("compile", ["off", "on"])
+def test_two_forwards_as_one_batch_are_as_close_as_bf16_allows(
+    backbone: Backbone, texts: list[Tensor], compile: str
+) -> None:
+    """Products of twice as many rows may add up in another order; the first chunk is compared, as above."""
+    plain = run(backbone, texts)
+    first = (slice(None), slice(None), slice(0, 3))
+    for devices in ("cuda:0", "cuda:0*2"):
+        fast = FastOptions(compile=compile, graphs="auto", batch_diagonal=True)
+        found = run(backbone, texts, devices=devices, fast=fast)
+        assert sum(lane.eager for lane in found.timeline.launches) < 11 * 4  # of 49 forwards, many in pairs
+        error = (found.latents_BCFHW[first] - plain.latents_BCFHW[first]).norm() / plain.latents_BCFHW[first].norm()
+        assert error < 0.05
+
+
 @pytest.mark.parametrize("name", AUTO_ORDER)
 def test_each_kernel_is_close_to_float32(name: str) -> None:
     device = torch.device("cuda:0")

@@ -49,6 +49,22 @@ def plan(server: Server, **changes: Any) -> Json:
     return answer
 
 
+def test_a_plan_knows_which_forwards_run_as_one(server: Server) -> None:
+    """One device then goes along diagonals, instead of finishing a chunk before the next."""
+    alone, pairs = (plan(server, devices="cpu", batch_diagonal=chosen) for chosen in (False, True))
+    orders = [
+        [s["task"] for s in answer["timeline"]["spans"] if s["task"].startswith("renderer")]
+        for answer in (alone, pairs)
+    ]
+    assert orders[0][2] == "renderer/denoise/c0/s2" and set(orders[1][1:3]) == {
+        "renderer/denoise/c0/s1",
+        "renderer/denoise/c1/s0",
+    }
+    assert alone["timeline"]["rounds"] == pairs["timeline"]["rounds"]
+    status, answer = ask(server, {**EMBEDDED, "devices": "cpu", "batch_diagonal": "yes"})
+    assert status == 400 and "batch_diagonal='yes' is neither true nor false" in answer["error"]
+
+
 def test_the_answer_is_the_cores_own_simulation(server: Server) -> None:
     answer = plan(server, devices="cpu*4", layout="interleaved")
     spec = RolloutSpec(shape=VideoShape(width=192, height=128, latent_frames=81))

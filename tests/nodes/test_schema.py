@@ -22,7 +22,7 @@ INPUTS = {
     "chunk_frames sink shift devices kv_policy preset",
     "FlashForwardPlanAnchors": "backbone plan positive seed keep start_image vae",
     "FlashForwardSetAnchor": "anchors seconds lock image samples vae reseed",
-    "FlashForwardDevices": "devices layout order decode ray_address kv offload budget_gib",
+    "FlashForwardDevices": "devices layout order decode ray_address kv offload budget_gib batch_diagonal",
     "FlashForwardKVPolicy": "policy budget_frames sink_frames future_weight threshold sparse",
     "FlashForwardRender": "backbone plan positive seed anchors reuse_gib start_samples",
     "FlashForwardRenderVideo": "backbone plan positive seed filename_prefix vae anchors start_samples decoder",

@@ -99,6 +99,7 @@ def test_a_prompt_schedule_is_rendered_as_the_library_does(tmp_path: Path, capsy
         (["--sparse", "--sparse-attention", "triton", "--latent-frames", "1"], "'triton' cannot run on cpu: it needs"),
         (["--sparse-attention", "torch"], "sparse_attention='torch' has no use with sparse='none'"),
         (["--sparse", "some"], "sparse='some' is unknown; use one of: none, cross, self, both"),
+        (["--batch-diagonal", "--sparse", "--latent-frames", "1"], "batch_diagonal=True does not go with sparse"),
         (["--crf", "99", "--latent-frames", "1"], "crf=99"),
         (["--seed", "-1"], "seed=-1"),
         (["--prompt", "a | b"], "has no length"),

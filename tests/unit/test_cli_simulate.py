@@ -98,6 +98,10 @@ def test_a_fit_gives_seconds(tmp_path: Path) -> None:
     key = CostKey(device="H200", model="1.3B", resolution="480p", precision="bf16")
     save_cost(costs, key=key, cost=CostModel(forward_s=0.05))
     assert report("--costs", str(costs))["predicted_s"] == pytest.approx(123 * 0.05)
+    save_cost(costs, key=key, cost=CostModel(forward_s=0.05, pair_ratio=0.9))
+    pairs = report("--costs", str(costs), "--batch-diagonal")["predicted_s"]
+    # 108 forwards of the renderer save a tenth in pairs; up to six of a ramp, and any left over, run alone
+    assert 123 * 0.05 - 108 * 0.005 <= pairs <= 123 * 0.05 - 98 * 0.005
     assert report("--costs", str(costs), "--model", "14B")["predicted_s"] is None
     save_cost(
         costs,
