@@ -39,7 +39,7 @@ class BucketAttention:
 
 
 BUCKET_ATTENTION: Registry[BucketAttention] = Registry("sparse attention")
-AUTO_ORDER = ("triton", "flashinfer", "flash", "flex", "torch")
+AUTO_ORDER = ("triton", "flashinfer", "flash", "flex", "cpu", "torch")
 """``auto`` takes the first that runs; only ``triton`` and ``torch`` never wait for the device."""
 
 
@@ -137,6 +137,12 @@ def _flash(*args: Any) -> Tensor:
     return attend_ragged(*args)
 
 
+def _cpu(*args: Any) -> Tensor:
+    from .grouped import attend_cpu
+
+    return attend_cpu(*args)
+
+
 def _triton(*args: Any) -> Tensor:
     from .bucket_kernel import attend_triton
 
@@ -176,6 +182,10 @@ def _flex_obstacle(device: torch.device, dtype: torch.dtype, tables: int) -> str
     return _needs_cuda(device) or missing
 
 
+def _cpu_obstacle(device: torch.device, dtype: torch.dtype, tables: int) -> str | None:
+    return _one_table(tables) if device.type == "cpu" else f"it needs a CPU, not {device}"
+
+
 def _flashinfer_obstacle(device: torch.device, dtype: torch.dtype, tables: int) -> str | None:
     if importlib.util.find_spec("flashinfer") is None:
         return "FlashInfer is not installed (pip install flashinfer-python)"
@@ -195,6 +205,7 @@ _file("triton", _triton, _triton_obstacle)
 _file("flashinfer", _flashinfer, _flashinfer_obstacle)
 _file("flash", _flash, _flash_obstacle)
 _file("flex", attend_flex, _flex_obstacle)
+_file("cpu", _cpu, _cpu_obstacle)
 
 
 def resolve_bucket_attention(

@@ -1,7 +1,8 @@
-"""Attention within buckets as dense calls: queries and keys of a bucket and head are one sequence of a ragged batch.
+"""Attention within buckets as dense calls: queries and keys of a bucket and head are one sequence.
 
-A bias per key rides along as channels of its own: a constant in the query times the bias in the key, split into three
-parts that half precision holds, so that nothing of float32 is lost.
+On a CPU each is a call. On CUDA they are one ragged batch, where a bias per key rides along as channels of its own: a
+constant in the query times the bias in the key, split into three parts that half precision holds, so that nothing of
+float32 is lost.
 Letters: B batch, L queries, N keys, H heads, D head dim, P pages, K buckets, E edges, S sequences (B·H·K).
 """
 
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..model.attention import sdpa
+from ..model.biased_attention import attend_biased
 from .bucket_attention import attend_flex, num_buckets_of
-from .groups import KeyGroups, all_codes, group_codes, in_page_order, meets
+from .groups import KeyGroups, all_codes, group_codes, in_page_order, meets, with_lonely
 
 BIAS_PARTS = 3  # of float32's 24 bits, 8 in each bfloat16
 BIAS_CHANNELS = 8  # kernels take multiples of eight
@@ -45,17 +48,39 @@ def _flash(
     return out
 
 
-def ragged_torch(
-    q: Tensor, k: Tensor, v: Tensor, q_at: Tensor, k_at: Tensor, longest: tuple[int, int], scale: float
+def attend_cpu(
+    q_BLHD: Tensor,
+    q_codes_ABLH: Tensor,
+    k_BNHD: Tensor,
+    v_BNHD: Tensor,
+    groups: Sequence[KeyGroups],
+    bias_BHN: Tensor | None = None,
 ) -> Tensor:
-    """Attend sequence by sequence, with logits in float32 at least, as flash attention has them; right everywhere."""
-    out, wide = torch.zeros_like(q), torch.promote_types(q.dtype, torch.float32)
-    q_edges, k_edges = q_at.tolist(), k_at.tolist()
+    """Return what ``attend_torch`` does, one call per head and bucket, with lengths that the host knows."""
+    batch, length, heads, dim = q_BLHD.shape
+    num_buckets = num_buckets_of(groups)
+    codes_BHL = with_lonely(q_codes_ABLH[0], torch.stack([page.starts_BHE for page in groups]))
+    q_order, q_at = _sequences([group_codes(codes_BHL.transpose(1, 2).unsqueeze(0), num_buckets=num_buckets)])
+    k_order, k_at = _sequences(groups)
+    q, k, v = _rows(q_BLHD)[q_order], _rows(k_BNHD)[k_order], _rows(v_BNHD)[k_order]
+    bias = None if bias_BHN is None else bias_BHN.expand(batch, heads, -1).flatten()[k_order]
+    out, q_edges, k_edges = torch.empty_like(q), q_at.tolist(), k_at.tolist()
     for s in range(len(q_edges) - 1):
         rows, keys = slice(q_edges[s], q_edges[s + 1]), slice(k_edges[s], k_edges[s + 1])
-        logits = torch.einsum("thd,nhd->htn", q[rows].to(wide), k[keys].to(wide)) * scale
-        out[rows] = torch.einsum("htn,nhd->thd", logits.softmax(dim=-1), v[keys].to(wide)).to(out.dtype)
-    return out
+        if s % (num_buckets + 1) == num_buckets:  # queries that are alone see all of the head's keys but hidden ones
+            keys = slice(k_edges[s - num_buckets], k_edges[s])
+        if rows.stop > rows.start:
+            out[rows] = _attend_one(q[rows], k[keys], v[keys], None if bias is None else bias[keys])
+    found = torch.empty_like(out)
+    found[q_order] = out
+    return found.view(batch, heads, length, dim).transpose(1, 2)
+
+
+def _attend_one(q_T1D: Tensor, k_N1D: Tensor, v_N1D: Tensor, bias_N: Tensor | None) -> Tensor:
+    q, k, v = (x.unsqueeze(0) for x in (q_T1D, k_N1D, v_N1D))
+    if bias_N is None:
+        return sdpa(q, k, v)[0]
+    return attend_biased(q, k, v, bias_N.view(1, 1, -1))[0]
 
 
 def attend_ragged(
@@ -83,7 +108,7 @@ def attend_ragged(
     queries = group_codes(q_codes_ABLH, num_buckets=num_buckets)
     q_order, q_at = _sequences([queries])
     k_order, k_at = _sequences(groups)
-    attend = ragged or (_flash if q_BLHD.is_cuda else ragged_torch)
+    attend = ragged or _flash
     longest = (q_BLHD.shape[1], k_BNHD.shape[1])  # a bound: the lengths themselves are on the device
     found = attend(
         _rows(q_BLHD)[q_order], _rows(k_BNHD)[k_order], _rows(v_BNHD)[k_order], q_at, k_at, longest, dim**-0.5

@@ -122,7 +122,7 @@ def test_dropped_prompt_rows_are_a_hidden_bucket() -> None:
 if DEVICE == "cuda":
 
     def test_a_sparse_block_waits_for_nothing_and_can_be_recorded() -> None:
-        """What a forward does in a sparse block, with a policy's state beside a page, looks at no number on the host."""
+        """What a forward does in a sparse block, with a policy's state beside a page, needs nothing of the host."""
         from flashforward_core.kv.bucket_kernel import attend_triton
 
         options, triton = SparseOptions(), BUCKET_ATTENTION["triton"]
@@ -169,19 +169,20 @@ if DEVICE == "cuda":
             expected = attend_torch(q.float(), codes, k.float(), v.float(), pages)
             torch.testing.assert_close(found.float(), expected, rtol=0, atol=2e-2)  # bfloat16 weights and results
 
+    @pytest.mark.parametrize("biased", [False, True])
+    def test_dense_calls_per_bucket_equal_their_twin(biased: bool) -> None:
+        """Flash attention on ragged batches, with a bias on channels of its own: bfloat16's precision of the result."""
+        from flashforward_core.kv.grouped import attend_ragged
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_dense_calls_per_bucket_equal_their_twin(biased: bool) -> None:
-    """Flash attention on ragged batches, with a bias on channels of its own: bfloat16's precision of the result."""
-    from flashforward_core.kv.grouped import attend_ragged
-
-    q, k, v = (_randn(2, tokens, 3, 64, seed=seed).to(torch.bfloat16) for seed, tokens in enumerate((300, 700, 700)))
-    bias = _randn(2, 3, 700, seed=4).abs() * 3 if biased else None
-    if bias is not None:
-        bias[..., ::5] = -torch.inf
-    alive = None if bias is None else (bias > -torch.inf).transpose(1, 2)
-    pages = [group_page(k, options=SparseOptions(), alive_BNH=alive)]
-    codes = bucket_tables(q, options=SparseOptions())
-    found = attend_ragged(q, codes, k, v, pages, bias)
-    expected = attend_torch(q.float(), codes, k.float(), v.float(), pages, bias)
-    torch.testing.assert_close(found.float(), expected, rtol=0, atol=2e-2)
+        q, k, v = (
+            _randn(2, tokens, 3, 64, seed=seed).to(torch.bfloat16) for seed, tokens in enumerate((300, 700, 700))
+        )
+        bias = _randn(2, 3, 700, seed=4).abs() * 3 if biased else None
+        if bias is not None:
+            bias[..., ::5] = -torch.inf
+        alive = None if bias is None else (bias > -torch.inf).transpose(1, 2)
+        pages = [group_page(k, options=SparseOptions(), alive_BNH=alive)]
+        codes = bucket_tables(q, options=SparseOptions())
+        found = attend_ragged(q, codes, k, v, pages, bias)
+        expected = attend_torch(q.float(), codes, k.float(), v.float(), pages, bias)
+        torch.testing.assert_close(found.float(), expected, rtol=0, atol=2e-2)
