@@ -23,7 +23,7 @@ KV_CHOICES = ("auto", "fp8")
 OFFLOAD_CHOICES = ("off", "on")
 SLOTS = 3  # blocks of weights that a streaming lane holds: the one that runs and two that are on their way
 LIBRARY_BYTES = 128 << 20  # per CUDA lane: workspaces of matrix libraries, which the allocator counts too
-FLOAT32 = 4
+FLOAT32 = INT32 = 4
 PLACE_BYTES = 20  # of a token that a KV policy keeps, per head: its count, its place and where it came
 GIB = 2**30
 
@@ -159,7 +159,7 @@ def predict_memory(
     """
     plan = plan_pages(spec, graph) if pages is None else pages
     spans = {span.task: span for span in run_lanes(graph, placement=placement, cost=cost)}
-    row = _row_bytes(sizes, options)
+    row = _row_bytes(sizes, options) + _group_bytes(sizes, spec)
     frame = row * spec.shape.tokens_per_frame * batch
     anchors = len((video or spec).anchor_positions())
     frames = {name: max(n, anchors) if name == ANCHOR_BANK else n for name, n in plan.bank_frames.items()}
@@ -192,6 +192,14 @@ def _row_bytes(sizes: BackboneSizes, options: MemoryOptions) -> int:
     return 2 * config.num_layers * config.num_heads * head
 
 
+def _group_bytes(sizes: BackboneSizes, spec: RolloutSpec) -> int:
+    """Return the bytes of one token's buckets in all blocks: its code in every table, and a place in the order."""
+    if spec.sparse is None or not spec.sparse.video:
+        return 0
+    sparse_blocks = round(spec.sparse.sparse_share * sizes.config.num_layers)
+    return INT32 * (spec.sparse.tables + 1) * sizes.config.num_heads * sparse_blocks
+
+
 def _frame_bytes(sizes: BackboneSizes, spec: RolloutSpec) -> int:
     return sizes.config.kv_bytes_per_frame(spec.shape.tokens_per_frame, element_bytes=sizes.element_bytes)
 
@@ -201,7 +209,8 @@ def _kept_bytes(sizes: BackboneSizes, spec: RolloutSpec) -> int:
     config = sizes.config
     tokens = spec.shape.tokens_per_frame * config.num_layers * config.num_heads
     channels = 2 * config.rope_pairs[0] if moves_keys(spec.kv_policy) else 0
-    return _frame_bytes(sizes, spec) + tokens * (PLACE_BYTES + channels * sizes.element_bytes)
+    places = tokens * (PLACE_BYTES + channels * sizes.element_bytes)
+    return _frame_bytes(sizes, spec) + places + _group_bytes(sizes, spec) * spec.shape.tokens_per_frame
 
 
 def _text_bytes(sizes: BackboneSizes) -> int:
