@@ -6,10 +6,11 @@
 #                      before.json, after.json, comparison.txt, and the new model in parts
 #   ablate             scripts/ablate_training.sh: ablation_*.json, ablation.txt
 #   vae                the decoder, with the sprites' boxes counting more: vae_before.json, vae_after.json, the autoencoder
+#   sizes              seconds and memory of a step with 14B's LoRAs on frozen weights: sizes.json
 # A model in parts is a folder like flashforward_core/assets: cat OUT/distilled.tar.* | tar -x, then bench quality --assets distilled.
 # TESTS: GPU tests to run first, as pytest's -k (none). PYTHON chooses the interpreter; COMMIT what rows say was measured.
-# BEFORE_S, BASE_S, DISTILL_S, AFTER_S and VAE_S are the steps' seconds, QUALITY, BASE, DISTILL, ABLATE_STEPS and VAE their
-# options; those of train are added to what is written here and go first. MEASURED is how many clips measure the autoencoder.
+# BEFORE_S, BASE_S, DISTILL_S, AFTER_S and VAE_S are the steps' seconds; QUALITY, BASE, DISTILL, VAE and SIZES are options that
+# are added to what is written here and go first. ABLATE_STEPS: steps of each row; MEASURED: clips that measure the autoencoder.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out="$(mkdir -p "${1:?where to write}" && cd "$1" && pwd)"
@@ -81,14 +82,20 @@ vae() {
     measure_vae after
 }
 
+sizes() {
+    local each="bench train --model 14B --frozen --rank 128 --json $out/sizes.json --commit $commit"
+    core "14B packed" 250 $each --phases sft --latents 31 ${SIZES:-}
+    core "14B distillation" 400 $each --phases critic student --latents 21 ${SIZES:-}
+}
+
 ablate() { guarded "ablation" "$limit" bash scripts/ablate_training.sh "$out" "${ABLATE_STEPS:-90}"; }
 
 "$python" -c 'import torch; print(torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU")'
 [ -n "${TESTS:-}" ] && guarded "tests" 120 "$python" -m pytest -q --tb=line -p no:cacheprovider tests/gpu -k "$TESTS"
 part="${PART:-distill}"
 case "$part" in
-distill | ablate | vae) "$part" ;;
-*) echo "FAILED $part: no such part; use distill, ablate or vae" ;;
+distill | ablate | vae | sizes) "$part" ;;
+*) echo "FAILED $part: no such part; use distill, ablate, vae or sizes" ;;
 esac
 echo "== done after $SECONDS s of $limit; failures:"
 grep '^FAILED' "$out/log.txt" | sort -u || echo none

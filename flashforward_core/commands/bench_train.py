@@ -7,6 +7,7 @@ memory depends on them.
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,16 +15,16 @@ from torch import Tensor, nn
 
 from ..engine.lanes import DevicePlan
 from ..model.config import MODELS, WanConfig
-from ..model.roles import attach_roles
+from ..model.roles import attach_roles, shared_copy
 from ..model.transformer import CausalWanTransformer
 from ..specs import RolloutSpec, VideoShape
-from ..train.distill import DistillConfig, DistillStep, Turn
+from ..train.base import half_precision
+from ..train.distill import DistillConfig, DistillStep, Turn, lora_critic
 from ..train.rollout import layout_for
 from ..train.sft import SftStep, layouts_for, packed_sigmas
 from .bench_models import random_transformer
 from .bench_rows import RowBook, commit, machine
 
-RANK = 64
 SIZES = {"128p": (192, 128), "480p": (832, 480), "720p": (1280, 720)}
 PHASES = ("sft", "critic", "student")
 
@@ -35,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latents", type=int, default=81, help="latent frames per clip (81)")
     parser.add_argument("--window", type=int, default=21, help="latent frames that teacher and critic judge (21)")
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES, help="which steps (all)")
+    parser.add_argument("--rank", type=int, default=64, help="of the LoRAs (64)")
+    parser.add_argument(
+        "--frozen",
+        action="store_true",
+        help="train LoRAs alone, the critic's too, on bfloat16 weights that student, critic and teacher share",
+    )
     parser.add_argument("--repeats", type=int, default=1, help="measured steps, after one that is not (1)")
     parser.add_argument("--device", default="auto", help="auto (the first CUDA device, or the CPU), cpu, cuda:0 (auto)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add rows to this file, one after each measurement")
@@ -47,29 +54,48 @@ def run(args: argparse.Namespace) -> int:
     """Measure the chosen phases."""
     if args.repeats < 1:
         raise ValueError(f"repeats={args.repeats} is below 1; use repeats=1 or more")
+    if args.rank < 1:
+        raise ValueError(f"rank={args.rank} is below 1; use rank=64")
     device = torch.device(DevicePlan(devices=(args.device,)).resolve()[0])
     width, height = SIZES[args.resolution]
     spec = RolloutSpec(shape=VideoShape(width=width, height=height, latent_frames=args.latents))
     common = {"model": args.model, "resolution": args.resolution, "latents": args.latents, "devices": 1, "batch": 1}
-    book = RowBook(
-        path=args.json, machine=machine(device), common=common | {"rank": RANK}, commit=args.commit or commit()
-    )
-    config = MODELS[args.model]
+    common |= {"rank": args.rank, "frozen": args.frozen}
+    book = RowBook(path=args.json, machine=machine(device), common=common, commit=args.commit or commit())
+    models = _Models(config=MODELS[args.model], device=device, rank=args.rank, frozen=args.frozen)
     if "sft" in args.phases:
-        _measure(book, {"sft": _sft(config, spec, device)}, device=device, repeats=args.repeats)
+        _measure(book, {"sft": _sft(models, spec)}, device=device, repeats=args.repeats)
     both = [name for name in ("critic", "student") if name in args.phases]
     if both:
-        module, steps = _distill(config, spec, device, window=args.window)
+        module, steps = _distill(models, spec, window=args.window)
         _measure(book, {name: (module, steps[name]) for name in both}, device=device, repeats=args.repeats)
     return 0
 
 
-def _trained(config: WanConfig, device: torch.device, *, roles: bool) -> CausalWanTransformer:
-    """Return random weights in float32, as training keeps them, all of them trained."""
-    model = random_transformer(config, device=device, dtype=torch.float32)
-    if roles:
-        attach_roles(model, rank=RANK, alpha=RANK)
-    return model.to(device).requires_grad_(True).train()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Models:
+    """Makes models with random weights as training keeps them."""
+
+    config: WanConfig
+    device: torch.device
+    rank: int
+    frozen: bool
+
+    def base(self) -> CausalWanTransformer:
+        """Return frozen weights: bfloat16 if they stay so, else float32."""
+        return random_transformer(
+            self.config, device=self.device, dtype=torch.bfloat16 if self.frozen else torch.float32
+        )
+
+    def student(self, base: CausalWanTransformer) -> CausalWanTransformer:
+        """Return a model with roles, trained whole, or its LoRAs in float32 in the memory of ``base``."""
+        model = shared_copy(base) if self.frozen else self.base().requires_grad_(True)
+        for factor in attach_roles(model, rank=self.rank, alpha=self.rank):
+            factor.data = factor.data.float()
+        return model.train()
+
+    def critic(self, teacher: CausalWanTransformer) -> CausalWanTransformer:
+        return lora_critic(teacher, rank=self.rank) if self.frozen else self.base().requires_grad_(True)
 
 
 class _Prompt(nn.Module):
@@ -87,13 +113,15 @@ def _embedding(config: WanConfig, generator: torch.Generator) -> Tensor:
     return torch.randn(1, config.text_len, config.text_dim, generator=generator, device=generator.device)
 
 
-def _sft(config: WanConfig, spec: RolloutSpec, device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
+def _sft(models: _Models, spec: RolloutSpec) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Return the packed step's module and its loss."""
+    config, device = models.config, models.device
     shape, generator = spec.shape, torch.Generator(device).manual_seed(0)
+    student = models.student(models.base())
     module = SftStep(
-        _trained(config, device, roles=True),
+        student,
         _Prompt(_embedding(config, generator)),
-        autocast=device.type == "cuda",
+        autocast=half_precision(student, device),
         checkpoint_blocks=True,
     )
     steps = [(1, shape.latent_frames, False)]
@@ -105,20 +133,19 @@ def _sft(config: WanConfig, spec: RolloutSpec, device: torch.device) -> tuple[nn
     return module, lambda: module(clean, noise, sigma, unused, unused, layout, layout.weights)["loss"]
 
 
-def _distill(
-    config: WanConfig, spec: RolloutSpec, device: torch.device, *, window: int
-) -> tuple[nn.Module, dict[str, Callable[[], Tensor]]]:
+def _distill(models: _Models, spec: RolloutSpec, *, window: int) -> tuple[nn.Module, dict[str, Callable[[], Tensor]]]:
     """Return the module of student and critic, and the loss of a step of either; both roll out through all stages."""
+    device = models.device
     generator = torch.Generator(device).manual_seed(0)
-    teacher = random_transformer(config, device=device, dtype=torch.float32)  # as train distill keeps it
+    teacher = models.base()
     module = DistillStep(
-        _trained(config, device, roles=True),
-        _trained(config, device, roles=False),
+        models.student(teacher),
+        models.critic(teacher),
         layout_for(spec, device=device),
         DistillConfig(window=window, checkpoint_blocks=True),
-        autocast=device.type == "cuda",
+        autocast=half_precision(teacher, device),
     )
-    text, empty = (_embedding(config, generator) for _ in range(2))
+    text, empty = (_embedding(models.config, generator) for _ in range(2))
 
     def loss(of_student: bool) -> Tensor:
         turn = Turn(

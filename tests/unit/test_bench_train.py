@@ -28,6 +28,9 @@ def test_every_phase_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert bench_train.run(arguments(*words, "--json", str(rows), "--commit", "abc")) == 0
     found = json.loads(rows.read_text())
     assert [row["config"]["phase"] for row in found] == list(PHASES)
+    assert bench_train.run(arguments(*words, "--frozen", "--rank", "2", "--json", str(rows), "--commit", "abc")) == 0
+    frozen = json.loads(rows.read_text())[len(PHASES) :]
+    assert [(row["config"]["phase"], row["config"]["frozen"]) for row in frozen] == [(name, True) for name in PHASES]
     for row in found:
         assert row["metric"] == "train_step_s" and row["value"] > 0 and row["unit"] == "s"
         assert row["config"] | {"model": "embedded", "latents": 11, "batch": 1} == row["config"]
