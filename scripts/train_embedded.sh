@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Trains the embedded model on every CUDA device of this machine, within a time limit per step, continuing from the shipped
-# weights: bash scripts/train_embedded.sh OUT [VAE_S BASE_S SFT_S]. Steps that are done are skipped when it runs again.
-# VAE_S 0 keeps the shipped autoencoder and only measures it. The model is left in OUT/assets, its reports and log in OUT.
+# weights: bash scripts/train_embedded.sh OUT [VAE_S BASE_S SFT_S DISTILL_S]. Steps that are done are skipped when it runs again.
+# VAE_S 0 keeps the shipped autoencoder and only measures it. The model is left in OUT/assets and, with DISTILL_S above 0,
+# distilled from the base in OUT/distilled; reports and log in OUT.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out="${1:?usage: train_embedded.sh OUT [VAE_S BASE_S SFT_S]}"
-vae_s="${2:-240}" base_s="${3:-250}" sft_s="${4:-600}"
+out="${1:?usage: train_embedded.sh OUT [VAE_S BASE_S SFT_S DISTILL_S]}"
+vae_s="${2:-240}" base_s="${3:-250}" sft_s="${4:-600}" distill_s="${5:-0}"
 python="${PYTHON:-python3}"
 gpus="$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')"
 mkdir -p "$out"
@@ -27,3 +28,6 @@ fi
 train base "$base_s" --init flashforward_core/assets --scenes 2048
 train sft "$sft_s" --scenes 2048
 echo "trained: $out/assets"
+[ "$distill_s" = 0 ] && exit
+train distill "$distill_s" --clips 16
+echo "distilled: $out/distilled"

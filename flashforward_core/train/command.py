@@ -339,7 +339,9 @@ def run(args: argparse.Namespace) -> int:
     no_gpu = not (torch.cuda.is_available() or torch.backends.mps.is_available())  # accelerate has to be told
     accelerator = Accelerator(cpu=no_gpu, mixed_precision="no", kwargs_handlers=[unused])  # steps cast by themselves
     if accelerator.distributed_type is DistributedType.FSDP:  # which parts there are is not accelerate's to say
-        args.shard = args.step != "vae"
+        if args.step == "vae":
+            raise ValueError("train vae has no parts to share out; launch it without accelerate's FSDP")
+        args.shard = True
     if args.shard and accelerator.num_processes == 1:
         log.warning("shard=True changes nothing for one process; start several with torchrun or accelerate launch")
         args.shard = False
