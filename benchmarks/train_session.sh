@@ -57,11 +57,11 @@ pack() { # NAME FOLDER: leaves the folder in parts that stay below a limit of 15
 
 distill() {
     quality before "${BEFORE_S:-90}"
-    core "base" "$((${BASE_S:-65} + 55))" train base --out "$work" --init "$assets" --scenes 768 --steps 100000 \
+    core "base" "$((${BASE_S:-65} + 100))" train base --out "$work" --init "$assets" --scenes 768 --steps 100000 \
         --max-s "${BASE_S:-65}" --lr 3e-4 --no-compile ${BASE:-}
     local teacher="$work/base.pt"
     [ -e "$teacher" ] || teacher="$assets"
-    core "distill from $(basename "$teacher")" "$((${DISTILL_S:-130} + 60))" train distill --out "$work" --init "$assets" \
+    core "distill from $(basename "$teacher")" "$((${DISTILL_S:-130} + 80))" train distill --out "$work" --init "$assets" \
         --teacher "$teacher" --scenes 4096 --clips 16 --max-s "${DISTILL_S:-130}" --lr 1e-4 --save-every-s 60 --no-compile ${DISTILL:-}
     pack distilled "$work/distilled"
     quality after "${AFTER_S:-90}" --assets "$work/distilled"

@@ -143,7 +143,7 @@ def test_processes_share_the_videos_and_a_folder_of_short_ones_is_refused(
     tmp_path: Path, vae: AutoencoderKLWan
 ) -> None:
     data = filled(tmp_path / "data")
-    options = {"form": FORM, "cache": tmp_path / "cache", "weights": "w", "shard_videos": 1}
+    options = {"form": FORM, "cache": tmp_path / "cache", "weights": "w"}
     shares = [encode_folder(data, vae, **options, share=(n, 2))[1] for n in range(2)]
     assert shares == [["video 0"], ["video 1", "video 1"]]
     short = filled(tmp_path / "short", lengths=(3,))
