@@ -86,6 +86,9 @@ part() {
     jobs) # one lane denoises and the other decodes, or both do both
         large_model "1.3B jobs" 120 1.3B bf16 --latents 81 --devices ${both:-$one} --decode own any shared --metrics job_s
         ;;
+    decoders) # from three devices on: a decoder on one, on two, or wherever there is time
+        large_model "1.3B jobs, decoder on two" 150 1.3B bf16 --latents 81 --devices $all --decode own split any --metrics job_s
+        ;;
     decode) # each way to decode
         large_model "1.3B decoding" 120 1.3B bf16 --latents 81 --devices $one --metrics decode_fps --fit
         large_model "1.3B with the tiny decoder" 90 1.3B bf16 --latents 81 --devices ${both:-$one} --decode own shared \
@@ -125,6 +128,7 @@ if [ -n "$wheels" ]; then
     guarded "install wheels" 60 "$python" -m pip install --quiet --no-deps --no-index --target "$libraries" "$wheels"/*.whl
 fi
 one=cuda:0
+all="$("$python" -c 'import torch; print(",".join(f"cuda:{n}" for n in range(torch.cuda.device_count())))')"
 both=""
 [ "$("$python" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ] && both=cuda:0,cuda:1
 fa3=""

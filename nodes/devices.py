@@ -147,8 +147,8 @@ class Devices(io.ComfyNode):
                     default=AUTO,
                     optional=True,
                     tooltip="Where frames are decoded while the video renders. own: the last device does nothing else; "
-                    "shared: the device of the last stage; any: whichever device is idle; auto: a device without a "
-                    "stage, if there is one.",
+                    "split: the last two, each with half of the decoder's layers; shared: the device of the last "
+                    "stage; any: whichever device is idle; auto: a device without a stage, if there is one.",
                 ),
                 expert(
                     io.String,

@@ -17,8 +17,9 @@ from ..engine.budget import sizes_of
 from ..engine.cost import CostKey, load_cost, save_cost
 from ..engine.forward import CHOICES
 from ..engine.memory import predict_memory
-from ..engine.placement import DECODES, LAYOUTS, ORDERS, Placement, lanes_for, place
+from ..engine.placement import DECODES, LANES_APART, LAYOUTS, ORDERS, Placement, lanes_for, place
 from ..engine.simulate import simulate
+from ..graph.halves import in_halves
 from ..graph.schedules import SCHEDULES, build_graph
 from ..graph.task import Role, TaskGraph
 from ..kv_policy import KV_POLICIES, KeepOptions
@@ -304,7 +305,7 @@ def _job_s(bench: Bench) -> None:
 def _one_job(bench: Bench, latents: int, *, devices: str, decode: str, video: Path) -> None:
     spec, plan = bench.spec("flashforward", latents), bench.plan(devices, decode=decode)
     names = plan.resolve()
-    if decode == "own" and len(names) == 1:
+    if len(names) <= LANES_APART.get(decode, 0):
         return  # there is no other lane
     timed = bench.timed(spec, plan, video=video)
     config = {"latents": latents, "devices": len(names), "device_list": devices}
@@ -318,6 +319,7 @@ def _one_job(bench: Bench, latents: int, *, devices: str, decode: str, video: Pa
     assert timed.first_frames_s is not None
     bench.book.add("first_frames_s", timed.first_frames_s, "s", **config)
     graph = build_graph(spec, decode=True)
+    graph = in_halves(graph) if decode == "split" else graph
     placement = place(graph, lanes=lanes_for(names), layout=plan.layout, order=plan.order, decode=plan.decode)
     _add_peaks(bench, timed, graph=graph, spec=spec, placement=placement, **config)
     if bench.args.traces is not None:

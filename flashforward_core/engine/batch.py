@@ -124,7 +124,7 @@ def _check(devices: DevicePlan, *, in_flight: int) -> None:
         raise ValueError(f"layout={devices.layout!r} does not go with several rollouts; use layout='auto'")
     if devices.order != "latency":
         raise ValueError(f"order={devices.order!r} does not go with several rollouts; use order='latency'")
-    if devices.decode in ("own", "any"):
+    if devices.decode in ("own", "any", "split"):
         raise ValueError(
             f"decode={devices.decode!r} does not go with several rollouts, whose decoding changes lanes; use 'auto'"
         )

@@ -34,7 +34,7 @@ from .replicas import blocks_on, device_of, weights_on
 
 log = logging.getLogger(__name__)
 
-DECODE_NUMBERS = 95  # per pixel and base channel, at once: 74 in 3D convolutions, 94 in 2D ones, by counting tensors
+DECODE_NUMBERS = 92  # per pixel and base channel, at once: 67 in 3D convolutions, 91 in 2D ones, by counting tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

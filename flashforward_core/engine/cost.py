@@ -12,6 +12,9 @@ from ..graph.task import ForwardTask, Kind, Role, Slot, Space
 from ..kv_policy import KeepOptions, name_of
 from ..specs import RolloutSpec
 
+HALF_SHARES = {"front": 0.6, "back": 0.4}
+"""What each half of the Wan decoder's layers takes of the whole, by multiplications."""
+
 
 def rounds(task: ForwardTask) -> float:
     """Count one per forward and nothing for decoding: the unit in which layouts are compared."""
@@ -86,7 +89,8 @@ class CostModel:
 
         def seconds(task: ForwardTask) -> float:
             if task.kind is Kind.DECODE:
-                return self.decode_frame_s * len(spec.chunk(task.index))
+                share = HALF_SHARES.get(task.half, 1.0)
+                return share * self.decode_frame_s * len(spec.chunk(task.index))
             if task.kind is Kind.COMPACT:
                 return compact * len(spec.chunk(task.index))
             return self.forward_s + self.key_s * num_keys(task, spec)

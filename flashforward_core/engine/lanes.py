@@ -286,7 +286,8 @@ class DevicePlan:
     order: str = "latency"
     """``latency`` (first frames early) or ``memory`` (one stage's KV at a time)."""
     decode: str = "auto"
-    """``own`` (a lane that does nothing else), ``shared`` (the last stage's lane), or ``auto``."""
+    """``own`` (a lane that does nothing else), ``split`` (two, each with half of the decoder's layers), ``shared`` (the
+    last stage's lane), ``any`` or ``auto``."""
     ray_address: str = ""
     """A Ray cluster to run on, ``auto`` or HOST:PORT; empty: this machine."""
     fast: FastOptions = FastOptions()  # noqa: RUF009 (frozen)

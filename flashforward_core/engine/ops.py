@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..flow import keyed_noise_frames, predict_x0, renoise, timestep
+from ..graph.halves import BETWEEN
 from ..graph.task import ForwardTask, Kind, Role, Slot, Space
 from ..kv.bank import Home, LaneBanks
 from ..kv.bucket_attention import BucketAttention
@@ -18,7 +19,7 @@ from ..kv.sparse import SparseForward
 from ..model.attention import AttentionBackend
 from ..model.biased_attention import resolve_biased_attention
 from ..model.transformer import CausalWanTransformer, TextContext
-from ..model.vae import Decoder
+from ..model.vae import SETTLED_LATENTS, Decoder, StreamingDecoder
 from ..specs import RolloutSpec
 from .compaction import compacted, handed_over, kept_slot, policy_view, state_bytes
 from .forward import Forwarder
@@ -169,15 +170,38 @@ def decode(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Value
     A new scene's first chunk, after a hard cut, waits for the previous one and takes nothing from it.
     """
     assert state.decoder is not None, f"{state.lane.name} has no decoder"
+    if task.half:
+        return _decode_half(task, inputs, state, values)
     states = [values[slot] for slot in task.reads if slot.space is Space.VAE_STATE]
     before = [kept.moved_to(state.lane).on(state.lane) for kept in states]
     latents = latents_of(task, inputs, state, values)
-    new_scene = task.index > 0 and inputs.spec.scene_start(task.index) == task.index
-    if new_scene:
+    if _begins_scene(task, inputs):
         before = [state.decoder.still(latents[:, :, :1])]
     frames, after = state.decoder.decode_in_place(latents, before[0] if before else None)
     made = {Space.FRAMES: frames, Space.VAE_STATE: after}
     return {slot: made[slot.space] for slot in task.writes}
+
+
+def _begins_scene(task: ForwardTask, inputs: RunInputs) -> bool:
+    return task.index > 0 and inputs.spec.scene_start(task.index) == task.index
+
+
+def _decode_half(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Values) -> dict[Slot, Any]:
+    """Run the front or the back half of the decoder's layers, as ``graph.halves`` has them.
+
+    For a new scene the front begins with a still, whose frames the back leaves out.
+    """
+    assert isinstance(state.decoder, StreamingDecoder), f"{state.lane.name} has no decoder that runs in halves"
+    read = {slot.bank: values[slot].moved_to(state.lane).on(state.lane) for slot in task.reads if slot.bank}
+    before = None if _begins_scene(task, inputs) else read.get(task.half)
+    still = SETTLED_LATENTS if _begins_scene(task, inputs) else 0
+    if task.half == "back":
+        frames, after = state.decoder.back(read[BETWEEN], before, skip=still)
+        return {slot: frames if slot.space is Space.FRAMES else after for slot in task.writes}
+    latents = latents_of(task, inputs, state, values)
+    begun = torch.cat([latents[:, :, :1].expand(-1, -1, still, -1, -1), latents], dim=2) if still else latents
+    between, after = state.decoder.front(begun, before)
+    return {slot: between if slot.bank == BETWEEN else after for slot in task.writes}
 
 
 OPS: Mapping[Kind, Op] = {Kind.DENOISE: denoise, Kind.COMMIT: commit, Kind.COMPACT: compact, Kind.DECODE: decode}

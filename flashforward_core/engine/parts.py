@@ -7,12 +7,14 @@ but for states, which stay on their lanes.
 import contextlib
 import ctypes
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from typing import Any
 
 from torch import Tensor
 
+from ..graph.halves import halved, in_halves
 from ..graph.parts import PART_CHUNKS, Part, parts
 from ..graph.task import Slot
 from ..kv.pages import plan_pages
@@ -54,12 +56,20 @@ def run_in_parts(
     Events are counted over all parts. Raises as ``run_placed`` does, and ``DoesNotFit`` before a part that does not
     fit.
     """
-    each = partial(parts, inputs.spec, decode=decode, given_anchors=given_anchors, size=size)
+    each = partial(_parts, inputs.spec, devices, decode=decode, given_anchors=given_anchors, size=size)
     total = sum(len(part.graph) for part in each())
     chain = _Chain(backbone, inputs, devices=devices, total=total, on_event=on_event, check_cancel=check_cancel)
     for part in each():
         placement = chain.run(part)
     return placement, chain.timeline()
+
+
+def _parts(spec: RolloutSpec, devices: DevicePlan, **options: Any) -> Iterator[Part]:
+    """Yield a rollout's parts, with decoding in halves where ``devices`` has it so."""
+    for part in parts(spec, **options):
+        if devices.decode == "split":
+            part = replace(part, graph=in_halves(part.graph), carried=halved(part.carried))
+        yield part
 
 
 @dataclass(slots=True)

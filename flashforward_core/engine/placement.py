@@ -18,7 +18,10 @@ from .events import LaneInfo
 from .pairing import Pairable
 
 ORDERS = ("latency", "memory")
-DECODES = ("auto", "own", "shared", "any")
+DECODES = ("auto", "own", "shared", "any", "split")
+
+LANES_APART = {"own": 1, "split": 2}
+"""How many lanes do nothing but decode, by what ``decode`` is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +93,13 @@ class _Homes:
     decode: int
     decodes: tuple[int, ...] = ()
     """Lanes that decoding may use, if not just its own."""
+    front: int | None = None
+    """The lane of the decoder's front half, if it runs in halves."""
 
     def lanes_of(self, task: ForwardTask) -> tuple[int, ...]:
         if task.kind is Kind.DECODE:
+            if task.half == "front" and self.front is not None:
+                return (self.front,)
             return self.decodes or (self.decode,)
         if task.role is Role.PLANNER:
             return self.planner
@@ -166,9 +173,10 @@ def place(
     ``auto`` takes the shortest of the layouts, as simulated with ``cost``. ``order`` is ``latency`` (a diagonal
     wavefront; first frames early) or ``memory`` (a lane finishes a stage's chunks before its next stage, so one of
     its banks lives at a time). ``decode`` is ``own`` (the last lane does nothing else), ``shared`` (the last stage's
-    lane decodes), ``any`` (whichever lane is idle; the decoder's state moves along) or ``auto`` (a lane that holds no
-    stage, if there is one). With ``pairable`` a lane runs two forwards that are ready as one, where that says they may.
-    Raises ``ValueError`` for unknown names and for lanes that are too few.
+    lane decodes), ``any`` (whichever lane is idle; the decoder's state moves along), ``split`` (the last two lanes
+    do nothing else, each with half of the decoder's layers; for graphs of ``graph.halves``) or ``auto`` (a lane that
+    holds no stage, if there is one). With ``pairable`` a lane runs two forwards that are ready as one, where that says
+    they may. Raises ``ValueError`` for unknown names and for lanes that are too few.
     """
     if not lanes:
         raise ValueError("devices=0 is below 1; use devices=1 or more")
@@ -180,14 +188,16 @@ def place(
         raise ValueError(f"decode={decode!r} is unknown; use one of: {', '.join(DECODES)}")
     if not any(task.kind is Kind.DECODE for task in graph.tasks):
         decode = "auto"
-    own = decode == "own"
-    if own and len(lanes) == 1:
-        raise ValueError("devices=1 is below 2 for decode='own'; use decode='shared' or more devices")
+    apart = LANES_APART.get(decode, 0)
+    if len(lanes) <= apart:
+        raise ValueError(
+            f"devices={len(lanes)} is below {apart + 1} for decode={decode!r}; use decode='shared' or more devices"
+        )
     if decode == "any" and cost is rounds:
         cost = _rounds_with_decoding
     names = [layout]
     if layout == "auto":
-        names = ["single"] if len(lanes) - own == 1 else ["interleaved", "prelude", "streaming"]
+        names = ["single"] if len(lanes) - apart == 1 else ["interleaved", "prelude", "streaming"]
     home = partial(_homes, stage_groups(graph), lanes=len(lanes), decode=decode)
     found = [
         _schedule(graph, homes=home(name), layout=name, lanes=tuple(lanes), order=order, cost=cost, pairable=pairable)
@@ -207,6 +217,8 @@ def _homes(groups: Mapping[str, int], layout: str, *, lanes: int, decode: str) -
         return replace(LAYOUTS[layout](groups, lanes), decodes=tuple(reversed(range(lanes))))
     if decode == "own":
         return replace(LAYOUTS[layout](groups, lanes - 1), decode=lanes - 1)
+    if decode == "split":
+        return replace(LAYOUTS[layout](groups, lanes - 2), front=lanes - 2, decode=lanes - 1)
     homes = LAYOUTS[layout](groups, lanes)
     return replace(homes, decode=max(homes.group_lane.values())) if decode == "shared" else homes
 

@@ -8,10 +8,11 @@ from functools import cache
 
 from torch import Tensor
 
+from ..graph.halves import in_halves
 from ..graph.schedules import build_graph
 from ..graph.task import Slot, Space, TaskGraph
 from ..model.roles import Backbone
-from ..model.tiny_vae import decoder_for
+from ..model.tiny_vae import TinyVae, decoder_for
 from ..specs import RolloutSpec
 from .anchors import Anchors, check_anchors, plan_anchors, reseed
 from .budget import fit_run
@@ -90,10 +91,12 @@ def render(
     inputs = _inputs(backbone, spec, texts, anchors=anchors, start=start)
     if decode and backbone.vae is None:
         raise ValueError("decode=True needs a backbone with an autoencoder; load one, or decode the latents elsewhere")
-    if devices.decode == "any" and devices.ray_address:
+    if devices.decode in ("any", "split") and devices.ray_address:
         raise ValueError(
-            "decode='any' does not go with ray_address, since machines keep their decoder; use decode='own'"
+            f"decode={devices.decode!r} does not go with ray_address, since machines keep their decoder; use 'own'"
         )
+    if decode and devices.decode == "split" and isinstance(backbone.vae, TinyVae):
+        raise ValueError("decode='split' is for Wan's autoencoder, and this decoder is small; use decode='own'")
     out = _sink(backbone, inputs, held=hold_latents)
     began = time.perf_counter()
     if runs_in_parts(inputs.spec, devices):
@@ -113,6 +116,7 @@ def render(
         reused = Reused()
     else:
         graph = build_graph(inputs.spec, decode=decode, given_anchors=anchors is not None)
+        graph = in_halves(graph) if devices.decode == "split" else graph
         placement, timeline, reused = _run_whole(
             backbone,
             inputs,

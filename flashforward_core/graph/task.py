@@ -14,7 +14,7 @@ class Space(StrEnum):
     ANCHOR_LATENT = "anchor_latent"  # one anchor block
     ANCHOR_KV = "anchor_kv"  # one anchor, so that Γ is visible in the edges
     FRAMES = "frames"  # one chunk's video frames
-    VAE_STATE = "vae_state"  # the decoder's causal cache after one chunk
+    VAE_STATE = "vae_state"  # the decoder's causal cache after one chunk, or what its halves hand over
     POLICY_STATE = "policy_state"  # what a KV policy keeps of a bank after one chunk, or what it is to take in
 
 
@@ -47,7 +47,7 @@ class Slot:
     index: int
     level: int = 0
     bank: str = ""
-    """Whose KV it is: stage0, stage1, …, clean or anchor; empty for anything but KV."""
+    """Whose KV it is: stage0, stage1, …, clean or anchor; or whose state of a decoder's halves. Else empty."""
 
     def __str__(self) -> str:
         parts = [self.space.value, str(self.index), str(self.level)]
@@ -82,7 +82,13 @@ class ForwardTask:
             return f"{self.role}/commit/{unit}{self.index}{tail}"
         if self.kind is Kind.COMPACT:
             return f"compact/c{self.index}/s{self.stage}"
-        return f"decode/c{self.index}"
+        return f"decode/c{self.index}{'/front' if self.half == 'front' else ''}"
+
+    @property
+    def half(self) -> str:
+        """Which half of the decoder's layers a DECODE runs, ``front`` or ``back``; empty for all of them."""
+        banks = {slot.bank for slot in self.writes if slot.space is Space.VAE_STATE}
+        return next((name for name in ("front", "back") if name in banks), "")
 
     @property
     def is_forward(self) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..specs import TEMPORAL_FACTOR
-from .vae_layers import CausalCache, Options, decode_raw, encode_moments, require_wan21
+from .vae_layers import CausalCache, Options, decode_back, decode_front, decode_raw, encode_moments, require_wan21
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
@@ -121,7 +121,7 @@ class StreamingDecoder(Decoder):
         z = denormalise(self.vae, latents_BCFHW.to(weight.device)).to(weight.dtype)
         frames = []
         as_conv2d = _use_conv2d(self._as_conv2d, weight.device)
-        channels_last = weight.is_cuda if self._channels_last is None else self._channels_last
+        channels_last = self._is_channels_last
         for latent in z.split(1, dim=2):  # one shape for every call: the bytes do not depend on the chunks
             kept = () if state is None else state.features
             decoded, after = self._step(self.vae, latent, kept, as_conv2d, channels_last)
@@ -129,6 +129,47 @@ class StreamingDecoder(Decoder):
             state = VaeState(after)
         assert state is not None, "no latent frame to decode"
         return torch.cat(frames, dim=1), state
+
+    @torch.no_grad()
+    def front(self, latents_BCFHW: Tensor, state: VaeState | None) -> tuple[VaeState, VaeState]:
+        """Run the first half of the layers; return what ``back`` takes, a tensor per latent frame, and the next state.
+
+        Both halves keep states of their own and give what ``decode`` gives, on one device or on two.
+        """
+        weight = self.vae.post_quant_conv.weight
+        z = denormalise(self.vae, latents_BCFHW.to(weight.device)).to(weight.dtype)
+        given = [
+            latent.contiguous(memory_format=torch.channels_last_3d) if self._is_channels_last else latent
+            for latent in z.split(1, dim=2)
+        ]
+        features, after = self._half(decode_front, given, state)
+        return VaeState(tuple(features)), after
+
+    @torch.no_grad()
+    def back(self, features: VaeState, state: VaeState | None, *, skip: int = 0) -> tuple[Tensor, VaeState]:
+        """Run the rest; return uint8 frames [B, F, H, W, 3] on the device, but for the first ``skip`` latents."""
+        raw, after = self._half(decode_back, features.features, state)
+        return to_uint8(torch.cat([_to_unit_range(frames) for frames in raw[skip:]], dim=1)), after
+
+    def _half(
+        self,
+        layers: Callable[[AutoencoderKLWan, Tensor, Options], Tensor],
+        given: Sequence[Tensor],
+        state: VaeState | None,
+    ) -> tuple[list[Tensor], VaeState]:
+        """Run half of the layers on one latent frame's tensor after the other."""
+        made, as_conv2d = [], _use_conv2d(self._as_conv2d, given[0].device)
+        for x in given:
+            cache = CausalCache(() if state is None else state.features)
+            options = Options(as_conv2d=as_conv2d, cache=cache, channels_last=self._is_channels_last)
+            made.append(layers(self.vae, x, options))
+            state = VaeState(cache.after)
+        assert state is not None, "no latent frame to decode"
+        return made, state
+
+    @property
+    def _is_channels_last(self) -> bool:
+        return self.vae.post_quant_conv.weight.is_cuda if self._channels_last is None else self._channels_last
 
 
 def _decode_step(

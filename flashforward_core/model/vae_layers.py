@@ -110,11 +110,24 @@ def encode_moments(vae: AutoencoderKLWan, video_BCFHW: Tensor, options: Options)
 
 def decode_raw(vae: AutoencoderKLWan, z_BCFHW: Tensor, options: Options) -> Tensor:
     """Decode un-normalised latents [B, z, f, h, w] to frames [B, 3, F, 8h, 8w], not clamped."""
+    return decode_back(vae, decode_front(vae, z_BCFHW, options), options)
+
+
+def decode_front(vae: AutoencoderKLWan, z_BCFHW: Tensor, options: Options) -> Tensor:
+    """Run the decoder up to its last upsampling, some 60 % of Wan's multiplications; what comes out is small there."""
     decoder = vae.decoder
     x = _causal_conv(decoder.conv_in, _causal_conv(vae.post_quant_conv, z_BCFHW, options), options)
     x = _run(_layers, _mid_layers(decoder.mid_block), x, options)
-    for block in decoder.up_blocks:
+    for block in decoder.up_blocks[:-2]:
         x = _run(_layers, [*block.resnets, *(block.upsamplers or ())], x, options)
+    return _run(_layers, list(decoder.up_blocks[-2].resnets), x, options)
+
+
+def decode_back(vae: AutoencoderKLWan, x_BCFHW: Tensor, options: Options) -> Tensor:
+    """Run the rest on what ``decode_front`` gives, with a cache of its own or the one that has gone through it."""
+    decoder = vae.decoder
+    last, final = decoder.up_blocks[-2:]
+    x = _run(_layers, [*(last.upsamplers or ()), *final.resnets, *(final.upsamplers or ())], x_BCFHW, options)
     return _causal_conv(decoder.conv_out, _norm_silu(decoder.norm_out, x, options), options)
 
 

@@ -76,8 +76,14 @@ def device_lists() -> list[str]:
     return ["cuda:0", "cuda:0*2"] + (["cuda:0,cuda:1"] if torch.cuda.device_count() > 1 else [])
 
 
-@pytest.mark.parametrize("devices", device_lists())
-def test_frames_come_in_order_and_equal_decoding_afterwards(rig: Any, with_frames: Backbone, devices: str) -> None:
+@pytest.mark.parametrize(
+    ("devices", "decode"),
+    [(devices, "shared" if devices == "cuda:0" else "own") for devices in device_lists()]
+    + [(f"{devices},cuda:0", "split") for devices in device_lists()[1:]],
+)
+def test_frames_come_in_order_and_equal_decoding_afterwards(
+    rig: Any, with_frames: Backbone, devices: str, decode: str
+) -> None:
     """One byte of brightness: another device or memory layout may choose another convolution."""
     frames: list[torch.Tensor] = []
 
@@ -85,7 +91,7 @@ def test_frames_come_in_order_and_equal_decoding_afterwards(rig: Any, with_frame
         if isinstance(event, FramesReady):
             frames.append(event.frames[0].clone())
 
-    plan = on(devices, decode="shared" if devices == "cuda:0" else "own")
+    plan = on(devices, decode=decode)
     result = render(with_frames, rig.spec(), rig.texts(), devices=plan, decode=True, on_event=keep)
     after = torch.cat(list(stream_decode(with_frames, result.latents_BCFHW)))
     assert (torch.cat(frames).int() - after.int()).abs().max() <= 1

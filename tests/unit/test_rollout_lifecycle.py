@@ -15,15 +15,18 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
+from flashforward_core.engine import parts as engine_parts
 from flashforward_core.engine.events import AnchorBlockReady, ChunkReady, Event, FramesReady, TaskFinished
 from flashforward_core.engine.executor import TaskFailed, run_placed
 from flashforward_core.engine.ops import NotFinite, RunInputs
 from flashforward_core.engine.placement import lanes_for, place
 from flashforward_core.engine.rollout import DevicePlan, plan_anchors, render, reseed, stream_decode
 from flashforward_core.engine.transfer import HostMark
+from flashforward_core.graph.parts import parts
 from flashforward_core.graph.schedules import build_graph
 from flashforward_core.graph.task import ForwardTask, Role
 from flashforward_core.model.roles import Backbone
+from flashforward_core.model.tiny_vae import TinyVae
 from flashforward_core.model.vae import StreamingDecoder
 from flashforward_core.specs import AnchorPlan, PromptSpan, VideoShape
 
@@ -164,7 +167,7 @@ def test_memory_order_holds_one_stage_bank_at_a_time(rig: Any, backbone: Backbon
     assert memory.sha256 == latency.sha256
 
 
-@pytest.mark.parametrize("decode", ["auto", "any"])
+@pytest.mark.parametrize("decode", ["auto", "any", "split"])
 def test_frames_come_in_order_and_equal_decoding_afterwards(
     rig: Any, backbone: Backbone, vae: Any, decode: str
 ) -> None:
@@ -176,16 +179,19 @@ def test_frames_come_in_order_and_equal_decoding_afterwards(
             frames.append(event.frames)
 
     whole = replace(backbone, vae=vae)
-    devices = DevicePlan(devices=("cpu*2" if decode == "any" else "cpu*3",), decode=decode)
+    devices = DevicePlan(devices=("cpu*2" if decode == "any" else "cpu*4",), decode=decode)
     result = render(whole, rig.spec(latent_frames=14), rig.texts(), devices=devices, decode=True, on_event=keep)
     lanes = {span.lane for span in result.timeline.spans if span.task.startswith("decode/")}
-    assert (len(lanes) > 1) == (decode == "any")
+    assert len(lanes) == (1 if decode == "auto" else 2)
     expected, _ = StreamingDecoder(vae).decode(result.latents_BCFHW, None)
     assert torch.equal(torch.cat(frames, dim=1), expected)
     assert torch.equal(torch.cat(list(stream_decode(whole, result.latents_BCFHW))), expected[0])
 
 
-def test_after_a_hard_cut_frames_are_those_of_their_own_scene(rig: Any, backbone: Backbone, vae: Any) -> None:
+@pytest.mark.parametrize("devices", [DevicePlan(devices=("cpu*2",)), DevicePlan(devices=("cpu*3",), decode="split")])
+def test_after_a_hard_cut_frames_are_those_of_their_own_scene(
+    rig: Any, backbone: Backbone, vae: Any, devices: DevicePlan
+) -> None:
     frames: list[Tensor] = []
 
     def keep(event: Event) -> None:
@@ -199,7 +205,7 @@ def test_after_a_hard_cut_frames_are_those_of_their_own_scene(rig: Any, backbone
         replace(backbone, vae=vae),
         spec,
         rig.texts(),
-        devices=DevicePlan(devices=("cpu*2",)),
+        devices=devices,
         decode=True,
         on_event=keep,
     )
@@ -209,6 +215,28 @@ def test_after_a_hard_cut_frames_are_those_of_their_own_scene(rig: Any, backbone
     after, _ = decoder.decode(second, decoder.still(second[:, :, :1]))
     assert torch.equal(torch.cat(frames, dim=1), torch.cat([before, after], dim=1))
     assert not torch.equal(after, decoder.decode(second, carried)[0])
+
+
+def test_a_decoder_in_halves_goes_from_part_to_part(
+    rig: Any, backbone: Backbone, vae: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both halves' states are carried; a small decoder has no halves."""
+    monkeypatch.setattr(engine_parts, "LONGEST_WHOLE", 0)
+    monkeypatch.setattr(engine_parts, "parts", lambda spec, **options: parts(spec, **{**options, "size": 2}))
+    frames: list[Tensor] = []
+    devices = DevicePlan(devices=("cpu*3",), decode="split")
+    result = render(
+        replace(backbone, vae=vae),
+        rig.spec(latent_frames=14),
+        rig.texts(),
+        devices=devices,
+        decode=True,
+        on_event=lambda event: frames.append(event.frames) if isinstance(event, FramesReady) else None,
+    )
+    expected, _ = StreamingDecoder(vae).decode(result.latents_BCFHW, None)
+    assert torch.equal(torch.cat(frames, dim=1), expected)
+    with pytest.raises(ValueError, match="decode='split' is for Wan's autoencoder"):
+        render(replace(backbone, vae=TinyVae()), rig.spec(), rig.texts(), devices=devices, decode=True)
 
 
 def test_decoding_stops_when_cancelled(rig: Any, backbone: Backbone, vae: Any) -> None:

@@ -20,6 +20,7 @@ from flashforward_core.engine.cost import (
 from flashforward_core.engine.events import LaneInfo, Launches, TaskSpan, Timeline
 from flashforward_core.engine.placement import LAYOUTS, Placement, lanes_for, place, stage_groups
 from flashforward_core.engine.simulate import simulate
+from flashforward_core.graph.halves import in_halves
 from flashforward_core.graph.schedules import SCHEDULES, build_graph, planner_graph, spec_for
 from flashforward_core.graph.task import ForwardTask, Kind, Slot, TaskGraph
 from flashforward_core.kv_policy import WindowOptions
@@ -318,8 +319,26 @@ def test_decoding_on_one_device_cannot_have_its_own() -> None:
     graph = build_graph(rollout(21))
     with pytest.raises(ValueError, match="devices=1 is below 2 for decode='own'"):
         place(graph, lanes=lanes_for([""]), decode="own")
+    with pytest.raises(ValueError, match="devices=2 is below 3 for decode='split'"):
+        place(in_halves(graph), lanes=lanes_for(["", ""]), decode="split")
     with pytest.raises(ValueError, match="decode='both' is unknown"):
         place(graph, lanes=lanes_for([""]), decode="both")
+
+
+def test_a_decoder_on_two_lanes_keeps_up_where_one_does_not() -> None:
+    """Decoding a latent frame takes a forward's time here: a chain of 81, or in halves one of 48.6 beside a shorter."""
+    spec = RolloutSpec(shape=VideoShape(width=832, height=480, latent_frames=81))
+    graph, cost = build_graph(spec, decode=True), CostModel(forward_s=1.0, decode_frame_s=1.0)
+    halves = in_halves(graph)
+    assert len(halves) == len(graph) + 27 and {task.id for task in graph} <= {task.id for task in halves}
+    lengths = [
+        simulate(g, placement=place(g, lanes=lanes_for([""] * 6), decode=decode), seconds=cost.of(spec)).predicted_s
+        for g, decode in ((graph, "own"), (halves, "split"))
+    ]
+    assert lengths[0] > 81 and 0.6 * 81 < lengths[1] < 0.7 * lengths[0]
+    by_id = halves.by_id()
+    (between,) = set(by_id["decode/c5/front"].writes) & set(by_id["decode/c5"].reads)
+    assert by_id["decode/c5"].half == "back" and str(between) == "vae_state/5/0/between"
 
 
 def test_decoding_on_any_lane_shortens_a_job_that_one_lane_would_hold_up() -> None:
