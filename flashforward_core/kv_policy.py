@@ -47,7 +47,7 @@ class WindowOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.sink_frames < self.budget_frames:
             raise ValueError(
-                f"budget_frames={self.budget_frames} leaves no window beside {self.sink_frames} sink frames; "
+                f"budget_frames={self.budget_frames} leaves no window beside sink_frames={self.sink_frames}; "
                 f"use at least {max(self.sink_frames, 0) + 1}, and a sink of 0 or more"
             )
 
@@ -110,7 +110,7 @@ class FutureForcingOptions:
                 raise ValueError(f"{name}={getattr(self, name)} is below 0; use 3")
         if self.budget_frames <= exempt:
             raise ValueError(
-                f"budget_frames={self.budget_frames} leaves no choice beside {self.sink_frames} sink and "
+                f"budget_frames={self.budget_frames} leaves no choice beside sink_frames={self.sink_frames} and "
                 f"{self.recent_frames} recent frames; use at least {exempt + 1}"
             )
         if not 0 <= self.future_weight <= 1:

@@ -46,7 +46,7 @@ def test_sparse_attention_goes_with_any_policy_and_is_off_where_a_workflow_does_
 
 def test_a_budget_that_leaves_no_choice_is_refused(client: Client, latents: Json) -> None:
     prompt = with_policy(latents, policy="future_forcing", budget_frames=6)
-    with pytest.raises(RunError, match=r"budget_frames=6 leaves no choice beside 3 sink and 3 recent frames"):
+    with pytest.raises(RunError, match=r"budget_frames=6 leaves no choice beside sink_frames=3 and 3 recent frames"):
         client.run(prompt)
 
 

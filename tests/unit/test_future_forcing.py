@@ -259,7 +259,10 @@ def _frames_of(found: Tokens, tokens: Tokens) -> list[int]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"budget_frames": 6}, r"budget_frames=6 leaves no choice beside 3 sink and 3 recent frames; use at least 7"),
+        (
+            {"budget_frames": 6},
+            r"budget_frames=6 leaves no choice beside sink_frames=3 and 3 recent frames; use at least 7",
+        ),
         ({"future_weight": 1.5}, r"future_weight=1.5 is no share; use 0 to 1"),
         ({"lookahead": (0, 1)}, r"lookahead=\(0, 1\) predicts no coming chunk"),
         ({"cells": 0}, r"cells=0 asks nothing; use at least 1"),

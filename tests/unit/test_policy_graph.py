@@ -148,7 +148,7 @@ def test_a_policy_by_name_has_its_defaults_but_for_the_budget() -> None:
     [
         (
             lambda: WindowOptions(budget_frames=3),
-            r"budget_frames=3 leaves no window beside 3 sink frames; use at least 4",
+            r"budget_frames=3 leaves no window beside sink_frames=3; use at least 4",
         ),
         (lambda: TempCacheOptions(budget_frames=0), r"budget_frames=0 keeps nothing; use at least 1"),
         (
