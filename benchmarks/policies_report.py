@@ -39,9 +39,10 @@ training. Choose one with the KV Policy node or `render --kv-policy`; budgets ar
 | `future_forcing` | what coming frames are expected to look at; the rest is merged into it | arXiv 2605.30083 |
 | `temp_cache` | tokens that repeat are stored once, with their number on the logit | arXiv 2602.01801 |
 
-`RolloutSpec.sparse` makes attention sparse beside any of them (arXiv 2602.01801): AnnSA lets a query see the keys of
-its bucket, AnnCA drops prompt tokens that no query of the chunk meets. As in the paper the first 30 % of the stages and
-of the transformer blocks stay dense. Where the papers are silent, the choices are ours ([decisions.md](decisions.md)).
+`sparse` of the KV Policy node and `render --sparse` make attention sparse beside any of them (arXiv 2602.01801): AnnSA
+lets a query see the keys of its bucket, AnnCA drops prompt tokens that no query of the chunk meets. As in the paper the
+first 30 % of the stages and of the transformer blocks stay dense. Where the papers are silent, the choices are ours
+([decisions.md](decisions.md)).
 """
 
 
