@@ -346,4 +346,5 @@ def run(args: argparse.Namespace) -> int:
         log.warning("shard=True changes nothing for one process; start several with torchrun or accelerate launch")
         args.shard = False
     STEPS[args.step](args, accelerator)
+    accelerator.end_training()
     return 0

@@ -75,7 +75,7 @@ class LatentPool:
     @classmethod
     def load(cls, path: Path, *, device: torch.device) -> "LatentPool":
         """Read what ``save`` wrote."""
-        return cls(**load_file(path, device=str(device)))
+        return cls(**{name: tensor.to(device) for name, tensor in load_file(path).items()})
 
     def sample(self, count: int, generator: torch.Generator, *, drop: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return clips in float32, ids and mask; captions are emptied with probability ``drop``."""
