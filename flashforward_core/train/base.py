@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -12,8 +13,10 @@ from flashforward_core.graph.task import Role
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer
 from flashforward_core.specs import StageSchedule
-from flashforward_core.train.data import LatentPool
 from flashforward_core.train.loop import LoopConfig, train
+
+if TYPE_CHECKING:
+    from flashforward_core.train.data import LatentPool  # it needs diffusers, which takes seconds
 
 SHIFT = 5.0
 FIRST_FRAME = 8.0
@@ -88,7 +91,7 @@ class BaseStep(nn.Module):
 def train_base(
     model: CausalWanTransformer,
     text: ByteT5Encoder,
-    pool: LatentPool,
+    pool: "LatentPool",
     config: LoopConfig,
     *,
     accelerator: Accelerator,

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -21,10 +22,12 @@ from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer
 from flashforward_core.specs import shifted_sigma
 from flashforward_core.train.base import compile_blocks, flow_loss, half_precision
-from flashforward_core.train.data import LatentPool
 from flashforward_core.train.loop import LoopConfig, train
 from flashforward_core.train.rollout import RolloutLayout, Student, drawn_noise, self_rollout
 from flashforward_core.train.sharding import shard
+
+if TYPE_CHECKING:
+    from flashforward_core.train.data import LatentPool  # it needs diffusers, which takes seconds
 
 Denoiser = Callable[[Tensor, Tensor], Tensor]
 """(x at noise level sigma, sigma [B]) -> x0."""
@@ -290,7 +293,7 @@ def train_distill(
     text: ByteT5Encoder,
     critic: CausalWanTransformer,
     teacher: Teacher,
-    pool: LatentPool,
+    pool: "LatentPool",
     layout: RolloutLayout,
     config: LoopConfig,
     *,

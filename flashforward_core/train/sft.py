@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -21,8 +22,10 @@ from flashforward_core.train.base import (
     half_precision,
     weighted_mean,
 )
-from flashforward_core.train.data import LatentPool
 from flashforward_core.train.loop import LoopConfig, train
+
+if TYPE_CHECKING:
+    from flashforward_core.train.data import LatentPool  # it needs diffusers, which takes seconds
 from flashforward_core.train.packing import GroupedAttention, Packing, pack
 
 
@@ -136,7 +139,7 @@ def crop_offset(layout: PackedLayout, clip_frames: int, *, share: float, seed: s
 def train_sft(
     model: CausalWanTransformer,
     text: ByteT5Encoder,
-    pool: LatentPool,
+    pool: "LatentPool",
     layouts: Sequence[PackedLayout],
     config: LoopConfig,
     *,
