@@ -13,6 +13,7 @@ from flashforward_core.media import probe, read_frames
 
 from .conftest import change, node_id
 from .standins import OTHER_DECODER, RAW_DECODER, SMALL_DECODER
+from .test_render import interrupted_after
 from .test_wan_workflows import runnable
 
 pytestmark = pytest.mark.cpu
@@ -57,11 +58,20 @@ def test_a_video_rendered_at_once_is_the_one_that_is_decoded_later(client: Clien
 
 
 def test_the_embedded_backbone_decodes_with_its_own_decoder(client: Client, server: Server, prompt: Json) -> None:
-    change(prompt, PLAN, seconds=9 / 16)
+    """On the way, one lane renders and two decode."""
+    lanes = {"devices": "cpu*3", "layout": "auto", "order": "latency", "decode": "split"}
+    prompt["950"] = {"class_type": "FlashForwardDevices", "inputs": lanes}
+    change(prompt, PLAN, seconds=9 / 16, devices=["950", 0])
     one, two = client.run(prompt), client.run(at_once(prompt))
     (first,), (second,) = one.files(server.output), two.files(server.output)
     assert one.sha256() == two.sha256()
     assert_same(pictures(first), pictures(second))
+
+
+def test_a_cancel_leaves_no_file(client: Client, server: Server, later: Json) -> None:
+    before = set(server.output.rglob("*"))
+    interrupted_after(client, at_once(change(later, PLAN, seconds=30.0)), FILM)
+    assert set(server.output.rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", [SMALL_DECODER, RAW_DECODER])
