@@ -4,7 +4,7 @@ The embedded model renders held-out captions with schedule ``self_forcing``: onc
 each policy and budget, from the same noise. Frames are compared before any coding, on the device that decodes them. A
 run that only looks measures how steady queries are before and after rotary positions, and how often approximate
 matching finds the key that brute force finds. Another feeds every policy the full cache's keys and compares what
-attention reads from what it kept.
+attention reads from what it kept, and the last tries the choices within policies, by latents alone.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from ..kv.queries import query_statistics
 from ..kv.sparse import density, kept_rows
 from ..kv.temp_cache import absorb_frames, squeeze
 from ..kv.tokens import Tokens, join, unrotate, whole_frames
-from ..kv_policy import FutureForcingOptions, KVPolicy, SparseOptions, TempCacheOptions, WindowOptions
+from ..kv_policy import SparseOptions, TempCacheOptions, WindowOptions
 from ..model.biased_attention import attend_biased
 from ..model.loading import EMBEDDED_SIZE, load_embedded
 from ..model.roles import Backbone
@@ -38,6 +38,7 @@ from ..specs import History, RolloutSpec, VideoShape
 from .bench_quality import held_out_captions
 from .bench_rows import RowBook, machine
 from .likeness import Consistency, psnr, ssim
+from .policy_choices import FIFO, choices, followed, latent_errors, policies
 from .policy_errors import FollowOptions
 
 Z_95 = 1.96  # standard errors on each side of a mean that hold it 95 times in 100
@@ -45,32 +46,7 @@ QUERIES = 64  # of a chunk, that are matched by brute force too
 BITS: Mapping[str, Sequence[int]] = {"quantised": (2, 4, 6, 8), "signs": (32, 64, 128, 256)}
 DECODED = 3  # latent frames that are decoded at a time
 LATE = 0.75  # share of a video after which its frames count as late
-PARTS = ("look", "compare", "follow")
-EVERYTHING = 10_000  # latent frames, more than any rollout has here
-FIFO = "window"  # what the other policies are compared with
-
-
-def policies(budget: int) -> dict[str, KVPolicy]:
-    """Return what is compared at a budget of latent frames."""
-    return {
-        FIFO: WindowOptions(budget_frames=budget, rebase=False),
-        "history_only": FutureForcingOptions(budget_frames=budget, future_weight=0.0, weigh_merged=False),
-        "unweighed": FutureForcingOptions(budget_frames=budget, future_weight=0.5, weigh_merged=False),
-        "future_forcing": FutureForcingOptions(budget_frames=budget),
-        "future_only": FutureForcingOptions(budget_frames=budget, future_weight=1.0),
-        "temp_cache": TempCacheOptions(budget_frames=budget),
-    }
-
-
-def followed(budget: int) -> dict[str, KVPolicy]:
-    """Return what is compared by what attention reads: all policies, and what the choices in them change."""
-    future = FutureForcingOptions(budget_frames=budget)
-    weights = {f"future_weight={weight:g}": replace(future, future_weight=weight) for weight in (0.0, 0.75)}
-    thresholds = {
-        f"threshold={value:g}": TempCacheOptions(budget_frames=EVERYTHING, threshold=value)
-        for value in (0.9, 0.95, 0.98, 0.99)
-    }
-    return policies(budget) | weights | thresholds
+PARTS = ("look", "compare", "follow", "choices")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +161,8 @@ def run(args: argparse.Namespace) -> int:
         bench.compare(whole, budgets=budgets, book=book)
     if "follow" in parts:
         bench.follow(whole, budgets=budgets, book=book)
+    if "choices" in parts:
+        bench.choose(whole, budgets=budgets, book=book)
     return 0
 
 
@@ -264,6 +242,25 @@ class Bench:
             if budget == budgets[0]:
                 for age, shares in look.shares.items():
                     book.add("attention_share", mean(shares), "1", age=age)
+
+    def choose(self, whole: RolloutSpec, *, budgets: Sequence[int], book: RowBook) -> None:
+        """File how far each choice's latents are from those of ``whole``.
+
+        In the first chunk that reads a thinned cache, where nothing but the cache differs yet, and in the last quarter.
+        """
+        truth = [latents for latents, _ in self._latents(whole)]
+        for budget in budgets:
+            first = budget // whole.chunk_frames + 1
+            late = slice(int(LATE * whole.shape.latent_frames), None)
+            parts = {"first_error": whole.chunk(first), "late_error": late}
+            for name, policy in choices(budget).items():
+                made = [latents for latents, _ in self._latents(replace(whole, kv_policy=policy))]
+                for metric, part in parts.items():
+                    frames = part if isinstance(part, slice) else slice(part.start, part.stop)
+                    pairs = zip(made, truth, strict=True)
+                    values = torch.cat([latent_errors(ours, theirs, frames) for ours, theirs in pairs]).tolist()
+                    config = {"choice": name, "budget": budget, "captions": len(values)}
+                    book.add(metric, mean(values), "1", ci95=half_width(values), **config)
 
     def compare(self, whole: RolloutSpec, *, budgets: Sequence[int], book: RowBook) -> None:
         """File every policy's likeness to ``whole``, what it gains over first in, first out, and its time per chunk."""

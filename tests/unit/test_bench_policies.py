@@ -13,6 +13,7 @@ from diffusers import AutoencoderKLWan
 
 from flashforward_core.commands.bench_policies import BITS, Bench, LookOptions, Scores, half_width, policies
 from flashforward_core.commands.bench_rows import RowBook, read_rows
+from flashforward_core.commands.policy_choices import choices, latent_errors
 from flashforward_core.commands.policy_errors import MOST, FollowOptions
 from flashforward_core.engine.rollout import DevicePlan, render
 from flashforward_core.kv_policy import WindowOptions
@@ -73,7 +74,12 @@ def test_policies_are_filed_with_what_they_gain_over_first_in_first_out(rig: Any
     book = RowBook(path=tmp_path / "rows.json", machine="here", common={})
     bench.look(replace(spec, kv_policy=LookOptions(budget_frames=15, sink_frames=0)), book=book)
     bench.compare(spec, budgets=[7], book=book)
+    short = replace(bench, captions=["dusk", "noon"])
+    short.choose(rig.spec("self_forcing", latent_frames=12, history=History(chunks=14)), budgets=[7], book=book)
     rows = read_rows(tmp_path / "rows.json")
+    errors = {(row["metric"], row["config"]["choice"]): row for row in rows if "choice" in row["config"]}
+    assert set(errors) == {(metric, name) for metric in ("first_error", "late_error") for name in choices(7)}
+    assert all(0 < row["value"] < 10 and row["ci95"] > 0 for row in errors.values())
     found = {(row["metric"], row["config"].get("policy")): row for row in rows}
     for name in policies(7):
         assert 0 < found["psnr", name]["value"] < 100
@@ -101,6 +107,16 @@ def test_what_attention_reads_is_the_same_from_a_cache_that_holds_all_and_nearer
     assert kept == pytest.approx({"3": 3 / 9, "6": 6 / 9, "100": 1, MOST: 6 / 9})
     assert set(look.shares) == set(range(1, 10))
     assert 0 < sum(statistics.mean(shares) for shares in look.shares.values()) < 1
+
+
+def test_latents_are_compared_in_the_frames_that_are_asked_for() -> None:
+    """One video differs by 3 in its second frame of four; the spread of the whole is 2."""
+    whole = torch.tensor([-2.0, 2.0]).view(1, 1, 1, 1, 2).expand(2, 3, 4, 5, 2)
+    other = whole.clone()
+    other[1, :, 1] += 3
+    spread = whole.std().item()
+    assert latent_errors(other, whole, slice(1, 2)).tolist() == pytest.approx([0, 3 / spread])
+    assert latent_errors(other, whole, slice(2, 4)).tolist() == [0, 0]
 
 
 def test_the_interval_is_196_standard_errors_on_each_side() -> None:
