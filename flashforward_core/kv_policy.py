@@ -3,9 +3,30 @@
 How each works: kv/policies.py, kv/sparse.py.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from .registry import Registry
+
+KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "no whole number"),
+    float: ((int, float), "no number"),
+    bool: ((bool,), "neither True nor False"),
+    str: ((str,), "no text"),
+    tuple[int, ...]: ((tuple,), "no tuple of whole numbers"),
+}
+"""What a field declared so may hold, and what is said of anything else."""
+
+
+def _check_kinds(options: Any) -> None:
+    """Raise ``ValueError`` for a field that holds another kind of value than it is declared with."""
+    for entry in fields(options):
+        if entry.type not in KINDS:
+            continue
+        value, (kinds, words) = getattr(options, entry.name), KINDS[entry.type]
+        fits = isinstance(value, kinds) and (entry.type is bool or not isinstance(value, bool))
+        if not fits or (isinstance(value, tuple) and any(type(item) is not int for item in value)):
+            raise ValueError(f"{entry.name}={value!r} is {words}; use one such as {entry.default!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +41,7 @@ class AnnOptions:
     """Of the random planes."""
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         ranges = {"exact": (0, 1024), "quantised": (2, 8), "signs": (1, 1024)}
         if self.method not in ranges:
             raise ValueError(f"ann method={self.method!r} is unknown; use one of: {', '.join(ranges)}")
@@ -45,6 +67,7 @@ class WindowOptions:
     """Move the sink to the positions just before the window, so that distances stay as trained however long it gets."""
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         if not 0 <= self.sink_frames < self.budget_frames:
             raise ValueError(
                 f"budget_frames={self.budget_frames} leaves no window beside sink_frames={self.sink_frames}; "
@@ -68,6 +91,7 @@ class TempCacheOptions:
     """Latent frames' worth of merged tokens that are kept at most; the oldest go first."""
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         if not self.threshold > 0:
             raise ValueError(f"threshold={self.threshold} merges unrelated tokens; use a cosine above 0, such as 0.9")
         if self.budget_frames < 1:
@@ -104,6 +128,7 @@ class FutureForcingOptions:
     """Of a chunk, every query this far apart is asked what it attends to."""
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         exempt = self.sink_frames + self.recent_frames
         for name in ("sink_frames", "recent_frames"):
             if getattr(self, name) < 0:
@@ -181,6 +206,7 @@ class SparseOptions:
     """The kernel, a name in ``kv.bucket_attention.BUCKET_ATTENTION``; ``auto`` is the fastest that runs."""
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         for name in ("dense_share", "sparse_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} is no share; use 0 to 1")

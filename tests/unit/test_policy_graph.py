@@ -4,6 +4,7 @@
 what it kept. What nobody reads is not written: nothing after the last chunk.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,8 +16,10 @@ from flashforward_core.graph.schedules import SCHEDULES, build_graph
 from flashforward_core.graph.task import Kind, slot_from_str
 from flashforward_core.kv_policy import (
     KV_POLICIES,
+    AnnOptions,
     FutureForcingOptions,
     KeepOptions,
+    SparseOptions,
     TempCacheOptions,
     WindowOptions,
     policy_named,
@@ -161,3 +164,31 @@ def test_a_policy_by_name_has_its_defaults_but_for_the_budget() -> None:
 def test_settings_that_keep_nothing_are_refused(build: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: FutureForcingOptions(budget_frames=float("nan")),
+            "budget_frames=nan is no whole number; use one such",
+        ),
+        (lambda: FutureForcingOptions(sink_frames=2.5), r"sink_frames=2.5 is no whole number; use one such as 3"),
+        (lambda: FutureForcingOptions(cells=True), "cells=True is no whole number"),
+        (lambda: FutureForcingOptions(future_weight="0.5"), "future_weight='0.5' is no number; use one such as 0.5"),
+        (
+            lambda: FutureForcingOptions(lookahead=[1]),
+            r"lookahead=\[1\] is no tuple of whole numbers; use one such as \(",
+        ),
+        (lambda: FutureForcingOptions(lookahead=(1, 2.0)), r"lookahead=\(1, 2.0\) is no tuple of whole numbers"),
+        (lambda: FutureForcingOptions(per_head="no"), "per_head='no' is neither True nor False"),
+        (lambda: WindowOptions(budget_frames=9.7), r"budget_frames=9.7 is no whole number; use one such as 9"),
+        (lambda: TempCacheOptions(budget_frames="18"), "budget_frames='18' is no whole number"),
+        (lambda: TempCacheOptions(threshold=None), "threshold=None is no number"),
+        (lambda: AnnOptions(method=[]), r"method=\[\] is no text; use one such as 'quantised'"),
+        (lambda: SparseOptions(planes=3.0), r"planes=3.0 is no whole number"),
+    ],
+)
+def test_another_kind_of_value_is_refused_by_name(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
