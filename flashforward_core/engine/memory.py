@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from ..graph.passes import TaskCost
 from ..graph.task import Kind, Role, Slot, Space, TaskGraph
 from ..kv.pages import ANCHOR_BANK, PagePlan, kv_slots, plan_pages
-from ..kv_policy import moves_keys
+from ..kv_policy import FutureForcingOptions, moves_keys
 from ..model.config import PATCH, WanConfig
 from ..specs import LATENT_CHANNELS, RolloutSpec
+from .compaction import OWN
 from .cost import num_keys, rounds, slot_frames
 from .events import TaskSpan
 from .placement import Placement
@@ -164,7 +165,7 @@ def predict_memory(
     anchors = len((video or spec).anchor_positions())
     frames = {name: max(n, anchors) if name == ANCHOR_BANK else n for name, n in plan.bank_frames.items()}
     banks = bank_peaks(graph, plan=plan, spans=spans, lanes=len(placement.lanes), frames=frames)
-    kept = _policy_peaks(graph, spec, spans=spans, lanes=len(placement.lanes), frame_bytes=_kept_bytes(sizes, spec))
+    kept = _policy_peaks(graph, spec, spans=spans, lanes=len(placement.lanes), kept=_kept_bytes(sizes, spec))
     lanes = [_Lane(graph, spec, placement=placement, lane=n, plan=plan) for n in range(len(placement.lanes))]
     found = []
     for device in dict.fromkeys(lane.device for lane in placement.lanes):
@@ -204,13 +205,19 @@ def _frame_bytes(sizes: BackboneSizes, spec: RolloutSpec) -> int:
     return sizes.config.kv_bytes_per_frame(spec.shape.tokens_per_frame, element_bytes=sizes.element_bytes)
 
 
-def _kept_bytes(sizes: BackboneSizes, spec: RolloutSpec) -> int:
-    """Return the bytes of a latent frame that a KV policy keeps: also where its tokens are, and how moved keys came."""
+def _kept_bytes(sizes: BackboneSizes, spec: RolloutSpec) -> tuple[int, int]:
+    """Return the bytes of a latent frame that a KV policy keeps of a bank, and those that do not grow with it.
+
+    With the tokens go their places, how moved keys came and, in Future Forcing, the attention that they got; once per
+    bank it keeps the mean queries of a frame.
+    """
     config = sizes.config
     tokens = spec.shape.tokens_per_frame * config.num_layers * config.num_heads
     channels = 2 * config.rope_pairs[0] if moves_keys(spec.kv_policy) else 0
-    places = tokens * (PLACE_BYTES + channels * sizes.element_bytes)
-    return _frame_bytes(sizes, spec) + places + _group_bytes(sizes, spec) * spec.shape.tokens_per_frame
+    looks_ahead = isinstance(spec.kv_policy, FutureForcingOptions)
+    token = PLACE_BYTES + channels * sizes.element_bytes + 2 * FLOAT32 * looks_ahead
+    frame = _frame_bytes(sizes, spec) + tokens * token + _group_bytes(sizes, spec) * spec.shape.tokens_per_frame
+    return frame, looks_ahead * tokens * FLOAT32 * (config.head_dim + 1)
 
 
 def _text_bytes(sizes: BackboneSizes) -> int:
@@ -294,12 +301,16 @@ def bank_peaks(
 
 
 def _policy_peaks(
-    graph: TaskGraph, spec: RolloutSpec, *, spans: Mapping[str, TaskSpan], lanes: int, frame_bytes: int
+    graph: TaskGraph, spec: RolloutSpec, *, spans: Mapping[str, TaskSpan], lanes: int, kept: tuple[int, int]
 ) -> tuple[int, ...]:
     """Return the most bytes that a KV policy keeps on each lane."""
 
+    frame, fixed = kept
+
     def slot_bytes(slot: Slot) -> int:
-        return slot_frames(slot, spec) * frame_bytes if slot.space is Space.POLICY_STATE else 0
+        if slot.space is not Space.POLICY_STATE:
+            return 0
+        return slot_frames(slot, spec) * frame + (0 if slot.bank.endswith(OWN) else fixed)
 
     if not spec.compacts:
         return (0,) * lanes

@@ -152,7 +152,9 @@ def compact(task: ForwardTask, inputs: RunInputs, state: LaneState, values: Valu
     config = state.models[Role.RENDERER].config
     kept = compacted(task, _kept(task, state, values), own, spec=inputs.spec, config=config, frames=frames)
     (slot,) = task.writes
-    together = sum(state.policy_bytes.values()) + state_bytes(kept)  # the bank's last state is still there
+    handed = sum(part.nbytes for block in own for part in (block.q_BLHD, block.k_BLHD, block.v_BLHD))
+    # The bank's last state is still there, and so is what the forward has handed over.
+    together = sum(state.policy_bytes.values()) + state_bytes(kept) + handed
     state.peak_policy_bytes = max(state.peak_policy_bytes, together)
     state.policy_bytes[slot.bank] = state_bytes(kept)
     return {slot: kept}

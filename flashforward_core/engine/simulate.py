@@ -9,6 +9,7 @@ from .events import TaskSpan, Timeline
 from .placement import Placement
 
 SlotBytes = Callable[[Slot], int]
+FIRST, BEGINS, LAST = range(3)  # of what happens at the same time
 
 
 def run_lanes(
@@ -76,17 +77,23 @@ def simulate(
     )
 
 
-def _lifetimes(graph: TaskGraph, spans: Mapping[str, TaskSpan]) -> dict[tuple[Slot, int], tuple[float, float]]:
-    """Map (KV slot, lane that holds it) to when it is alive: from its write to its last reader there."""
-    alive: dict[tuple[Slot, int], tuple[float, float]] = {}
+def _lifetimes(graph: TaskGraph, spans: Mapping[str, TaskSpan]) -> dict[tuple[Slot, int], tuple[float, float, int]]:
+    """Map (KV slot, lane that holds it) to when it is alive: from its write to its last reader there.
+
+    The third number orders what ends with what begins at the same time: such slots go first, but for those whose last
+    reader takes no time, a compaction without measured costs. What it makes is there beside what it reads.
+    """
+    alive: dict[tuple[Slot, int], tuple[float, float, int]] = {}
     for task in graph.tasks:
         span = spans[task.id]
         for slot in _kv(task.writes):  # the page is taken before the forward fills it
-            alive[slot, span.lane] = (span.start_s, span.end_s)
+            alive[slot, span.lane] = (span.start_s, span.end_s, FIRST)
         for slot in _kv(task.reads):
             written = spans[graph.writers[slot].id].end_s if slot in graph.writers else 0.0
-            start, end = alive.get((slot, span.lane), (written, span.end_s))
-            alive[slot, span.lane] = (start, max(end, span.end_s))
+            start, end, order = alive.get((slot, span.lane), (written, span.end_s, FIRST))
+            if span.end_s >= end:
+                end, order = span.end_s, LAST if span.start_s == span.end_s else FIRST
+            alive[slot, span.lane] = (start, end, order)
     return alive
 
 
@@ -102,16 +109,16 @@ def peak_kv_bytes(
     A lane holds the slots that its tasks write or read, so anchors count on every lane that reads them. A slot
     whose last reader ends when another is written gives its page over.
     """
-    changes: list[list[tuple[float, int]]] = [[] for _ in range(lanes)]
-    for (slot, lane), (start, end) in _lifetimes(graph, {span.task: span for span in spans}).items():
+    changes: list[list[tuple[float, int, int]]] = [[] for _ in range(lanes)]
+    for (slot, lane), (start, end, order) in _lifetimes(graph, {span.task: span for span in spans}).items():
         size = slot_bytes(slot)
-        changes[lane] += [(start, size), (end, -size)]
+        changes[lane] += [(start, BEGINS, size), (end, order, -size)]
     return tuple(_peak(lane) for lane in changes)
 
 
-def _peak(changes: list[tuple[float, int]]) -> int:
+def _peak(changes: list[tuple[float, int, int]]) -> int:
     alive = most = 0
-    for _, change in sorted(changes):  # at equal times the negative ones, which free pages, come first
+    for _, _, change in sorted(changes):
         alive += change
         most = max(most, alive)
     return most

@@ -115,7 +115,8 @@ def merge_evicted(
     merged = v.scatter_add(1, target_BEH.unsqueeze(-1).expand_as(step), step)
     count = kept.count_BNH
     if weigh:
-        drawn = count * (total / weight.clamp(min=torch.finfo(weight.dtype).tiny)).to(count.dtype)
+        louder = total / weight.clamp(min=torch.finfo(weight.dtype).tiny)
+        drawn = count * louder.clamp(min=1).to(count.dtype)  # a weight of 0 must not silence the token
         count = drawn.minimum(count.scatter_add(1, target_BEH, tokens.count_BNH.gather(1, evicted_BEH)))
     return replace(kept, v_BNHD=merged.to(kept.v_BNHD.dtype), count_BNH=count)
 

@@ -172,6 +172,16 @@ def _merged_written_out(v: Tensor, profile: Tensor, kept: Tensor, evicted: Tenso
     return torch.stack(rows)
 
 
+def test_a_kept_token_that_the_future_ignores_is_not_silenced() -> None:
+    """A sink's predicted attention may underflow to 0; it still counts as one, and what joins it adds to that."""
+    tokens, _ = _cache(1)
+    kept, evicted = (torch.tensor(index).view(1, -1, 1).expand(2, -1, 2) for index in ([0, 1], [2]))
+    profile = torch.tensor([0, 1, 1e-3, 0, 0, 0], dtype=torch.float64).view(1, 1, -1, 1).expand(2, -1, -1, 2)
+    found = merge_evicted(tokens, profile, kept_BMH=kept, evicted_BEH=evicted, weigh=True)
+    assert torch.equal(found.count_BNH[:, 0], torch.ones(2, 2))
+    assert torch.allclose(found.count_BNH[:, 1], torch.tensor(1.001))
+
+
 def test_a_token_that_the_future_ignores_changes_no_value() -> None:
     tokens, _ = _cache(2)
     profile = torch.rand(2, 3, 12, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -23,7 +23,7 @@ from flashforward_core.engine.rollout import DevicePlan, render
 from flashforward_core.graph.schedules import SCHEDULES, build_graph, spec_for
 from flashforward_core.graph.task import Role
 from flashforward_core.kv.pages import plan_pages
-from flashforward_core.kv_policy import SparseOptions
+from flashforward_core.kv_policy import FutureForcingOptions, KVPolicy, SparseOptions, TempCacheOptions, WindowOptions
 from flashforward_core.model.config import EMBEDDED, WAN_1_3B, WAN_14B, WanConfig
 from flashforward_core.model.layers import Segment, rotation
 from flashforward_core.model.transformer import Block, CausalWanTransformer
@@ -108,6 +108,25 @@ def test_banks_take_what_is_predicted(rig: Any, schedule: str, order: str, kv: s
     (found,) = predict_memory(graph, spec=spec, placement=placement, sizes=sizes_of(backbone), options=memory)
     prompts = (2 if spec.anchors else 1) * backbone.config.kv_bytes_per_frame(backbone.config.text_len, element_bytes=4)
     assert found.kv_bytes - prompts == measured.peak_kv_bytes[0]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [WindowOptions(budget_frames=12), FutureForcingOptions(budget_frames=12), TempCacheOptions(threshold=1.1)],
+    ids=lambda policy: type(policy).__name__,
+)
+@pytest.mark.parametrize("schedule", ["flashforward", "self_forcing"])
+def test_what_a_policy_keeps_takes_no_more_than_is_predicted(rig: Any, schedule: str, policy: KVPolicy) -> None:
+    """A compaction holds the last state, the next one and what it was handed; a forward that follows counts too."""
+    spec = spec_for(rig.spec(schedule, latent_frames=29, kv_policy=policy))
+    backbone = rig.backbone(torch.bfloat16)
+    measured = render(backbone, spec, rig.texts(torch.bfloat16)).timeline.peak_kv_bytes[0]
+    graph = build_graph(spec, decode=False)
+    (found,) = predict_memory(
+        graph, spec=spec, placement=place(graph, lanes=lanes_for(["cpu"])), sizes=sizes_of(backbone)
+    )
+    prompts = (2 if spec.anchors else 1) * backbone.config.kv_bytes_per_frame(backbone.config.text_len, element_bytes=2)
+    assert measured <= found.kv_bytes - prompts <= 1.2 * measured
 
 
 def test_memory_order_holds_one_stage_at_a_time(rig: Any) -> None:
