@@ -32,11 +32,6 @@ class Schedule:
     uses_anchors: bool
     """Whether a planner makes anchors first, which every chunk then reads."""
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether denoising publishes the KV; otherwise commits do."""
-        return self.memory in (Memory.SAME_STAGE, Memory.LAST_STAGE)
-
 
 SCHEDULES: Registry[Schedule] = Registry("schedule")
 SCHEDULES.add("flashforward")(Schedule(memory=Memory.SAME_STAGE, uses_anchors=True))
@@ -180,26 +175,25 @@ def _commit(spec: RolloutSpec, memory: Memory, *, chunk: int, stage: int) -> For
     )
 
 
-def _render_chunk(spec: RolloutSpec, schedule: Schedule, chunk: int) -> Iterator[ForwardTask]:
+def _render_chunk(spec: RolloutSpec, memory: Memory, chunk: int) -> Iterator[ForwardTask]:
     """Denoise one chunk through all stages, with the commits and compactions that its schedule and policy ask for."""
-    memory, last = schedule.memory, spec.stages.num_stages - 1
+    last = spec.stages.num_stages - 1
     for stage in range(last + 1):
-        in_flight = (_kv(spec, Memory.SAME_STAGE, chunk=chunk, stage=stage),) if schedule.in_flight else ()
-        published = tuple(_published(spec, kv) for kv in in_flight)
+        kv = _kv(spec, memory, chunk=chunk, stage=stage)
+        in_flight = memory is Memory.SAME_STAGE or (memory is Memory.LAST_STAGE and stage == last)
+        commits = memory is Memory.OUTPUT_LEVEL or (memory is Memory.CLEAN and stage == last)
         yield ForwardTask(
             kind=Kind.DENOISE,
             role=Role.RENDERER,
             index=chunk,
             stage=stage,
             reads=(_latent(Space.LATENT, chunk, stage), *_context(spec, memory, chunk=chunk, stage=stage)),
-            writes=(_latent(Space.LATENT, chunk, stage + 1), *published),
+            writes=(_latent(Space.LATENT, chunk, stage + 1), *((_published(spec, kv),) if in_flight else ())),
         )
-        if memory is Memory.OUTPUT_LEVEL or (memory is Memory.CLEAN and stage == last):
+        if commits:
             yield _commit(spec, memory, chunk=chunk, stage=stage)
-            if spec.compacts:
-                yield _compact(spec, memory, chunk=chunk, stage=stage)
-        elif spec.compacts and schedule.in_flight:
-            yield _compact(spec, Memory.SAME_STAGE, chunk=chunk, stage=stage)
+        if spec.compacts and (in_flight or commits):
+            yield _compact(spec, memory, chunk=chunk, stage=stage)
 
 
 def _given_chunk(spec: RolloutSpec, memory: Memory, chunk: int) -> Iterator[ForwardTask]:
@@ -273,7 +267,7 @@ def chunk_tasks(
     if chunk < spec.start_chunks:
         tasks.extend(_given_chunk(spec, schedule.memory, chunk))
     else:
-        tasks.extend(_render_chunk(spec, schedule, chunk))
+        tasks.extend(_render_chunk(spec, schedule.memory, chunk))
     if decode:
         tasks.append(_decode(spec, chunk))
     return tasks, planned

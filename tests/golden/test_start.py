@@ -121,11 +121,14 @@ def test_lanes_and_reuse_change_no_byte_of_a_continued_video(
     assert continued(rig, backbone, spec, partly, reuse_bytes=PLENTY) == continued(rig, rig.backbone(), spec, partly)
 
 
-def test_a_kv_policy_continues_a_start_too(rig: Any, backbone: Backbone, start: Callable[[int], Tensor]) -> None:
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_a_kv_policy_continues_a_start_too(
+    rig: Any, backbone: Backbone, start: Callable[[int], Tensor], schedule: str
+) -> None:
     """With room for the whole history a window forgets nothing, and keeping costs no byte but rounding."""
-    spec = rig.spec(kv_policy=WindowOptions(budget_frames=6, sink_frames=0))
+    spec = rig.spec(schedule, kv_policy=WindowOptions(budget_frames=6, sink_frames=0))
     found = render(backbone, spec, rig.texts(), start=start(4), reuse_bytes=PLENTY)
-    plain = render(backbone, rig.spec(), rig.texts(), start=start(4))
+    plain = render(backbone, rig.spec(schedule), rig.texts(), start=start(4))
     assert torch.equal(found.latents_BCFHW[:, :, :4], start(4))
     assert (found.latents_BCFHW - plain.latents_BCFHW).abs().max() < 1e-4  # float32 sums in another order
     assert found.reused.forwards == 0
