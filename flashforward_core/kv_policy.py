@@ -71,8 +71,13 @@ class WindowOptions:
         if not 0 <= self.sink_frames < self.budget_frames:
             raise ValueError(
                 f"budget_frames={self.budget_frames} leaves no window beside sink_frames={self.sink_frames}; "
-                f"use at least {max(self.sink_frames, 0) + 1}, and a sink of 0 or more"
+                f"use at least {self.least_budget}, and a sink of 0 or more"
             )
+
+    @property
+    def least_budget(self) -> int:
+        """Latent frames that leave something to choose beside what always stays."""
+        return max(self.sink_frames, 0) + 1
 
     def held_frames(self, seen: int) -> int:
         """Return the latent frames that are kept of ``seen``."""
@@ -94,8 +99,13 @@ class TempCacheOptions:
         _check_kinds(self)
         if not self.threshold > 0:
             raise ValueError(f"threshold={self.threshold} merges unrelated tokens; use a cosine above 0, such as 0.9")
-        if self.budget_frames < 1:
+        if self.budget_frames < self.least_budget:
             raise ValueError(f"budget_frames={self.budget_frames} keeps nothing; use at least 1, such as 18")
+
+    @property
+    def least_budget(self) -> int:
+        """See ``WindowOptions``: nothing always stays."""
+        return 1
 
     def held_frames(self, seen: int) -> int:
         """Return the latent frames' worth of tokens that are kept of ``seen`` when nothing merges."""
@@ -129,14 +139,13 @@ class FutureForcingOptions:
 
     def __post_init__(self) -> None:
         _check_kinds(self)
-        exempt = self.sink_frames + self.recent_frames
         for name in ("sink_frames", "recent_frames"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} is below 0; use 3")
-        if self.budget_frames <= exempt:
+        if self.budget_frames < self.least_budget:
             raise ValueError(
                 f"budget_frames={self.budget_frames} leaves no choice beside sink_frames={self.sink_frames} and "
-                f"{self.recent_frames} recent frames; use at least {exempt + 1}"
+                f"{self.recent_frames} recent frames; use at least {self.least_budget}"
             )
         if not 0 <= self.future_weight <= 1:
             raise ValueError(f"future_weight={self.future_weight} is no share; use 0 to 1")
@@ -147,6 +156,11 @@ class FutureForcingOptions:
         for name in ("cells", "cell_queries", "history_stride"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} asks nothing; use at least 1")
+
+    @property
+    def least_budget(self) -> int:
+        """See ``WindowOptions``: the first and the latest frames always stay."""
+        return self.sink_frames + self.recent_frames + 1
 
     def held_frames(self, seen: int) -> int:
         """Return the latent frames' worth of tokens that are kept of ``seen``."""
@@ -175,13 +189,21 @@ def moves_keys(policy: KVPolicy) -> bool:
 
 
 def policy_named(name: str, *, budget_frames: int | None = None) -> KVPolicy:
-    """Return a policy with its defaults, but for the budget if one is given; ``ValueError`` if it has none."""
+    """Return a policy with its defaults, but for the budget if one is given.
+
+    ``ValueError``, in the command line's words, if the policy has no budget or cannot work with so small a one.
+    """
     kind = KV_POLICIES[name]
     if budget_frames is None:
         return kind()
     default = kind()
     if isinstance(default, KeepOptions):
         raise ValueError(f"kv_budget={budget_frames} has no use with kv_policy={name!r}; choose another policy")
+    if budget_frames < (least := default.least_budget):
+        raise ValueError(
+            f"kv_budget={budget_frames} is below {least}, the least latent frames that kv_policy={name!r} works with; "
+            f"use --kv-budget {least} or more"
+        )
     return replace(default, budget_frames=budget_frames)
 
 

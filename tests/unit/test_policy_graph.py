@@ -144,6 +144,8 @@ def test_a_policy_by_name_has_its_defaults_but_for_the_budget() -> None:
     assert policy_named("temp_cache") == TempCacheOptions()
     assert policy_named("window", budget_frames=12) == WindowOptions(budget_frames=12)
     assert policy_named("keep") == KeepOptions()
+    least = {"window": 4, "future_forcing": 7, "temp_cache": 1}
+    assert {name: policy_named(name, budget_frames=frames).held_frames(99) for name, frames in least.items()} == least
 
 
 @pytest.mark.parametrize(
@@ -158,6 +160,12 @@ def test_a_policy_by_name_has_its_defaults_but_for_the_budget() -> None:
             lambda: policy_named("keep", budget_frames=9),
             r"kv_budget=9 has no use with kv_policy='keep'; choose another",
         ),
+        (
+            lambda: policy_named("future_forcing", budget_frames=6),
+            r"kv_budget=6 is below 7, .* kv_policy='future_forcing' works with; use --kv-budget 7 or more",
+        ),
+        (lambda: policy_named("window", budget_frames=3), r"kv_budget=3 is below 4, .*; use --kv-budget 4 or more"),
+        (lambda: policy_named("temp_cache", budget_frames=0), r"kv_budget=0 is below 1, .*; use --kv-budget 1 or more"),
         (lambda: KV_POLICIES["drop"], r"kv policy='drop' is unknown; use one of: keep, window, future_forcing, temp"),
     ],
 )
