@@ -83,8 +83,11 @@ def compacted(
     state = next_state(kept, own, at=at, policy=spec.kv_policy)
     if spec.sparse is None or not spec.sparse.video:
         return state
-    stages = spec.stages.num_stages  # no later stage reads the bank than the one that it is filled after
-    place = {"stage": min(task.stage, stages - 1), "num_stages": stages, "num_blocks": len(state)}
+    stages = spec.stages.num_stages
+    # No later stage reads a bank than the one that it is filled after, but commits of given chunks count as the last.
+    before_given = task.index + 1 < spec.start_chunks
+    last_reader = stages - 1 if before_given else min(task.stage, stages - 1)
+    place = {"stage": last_reader, "num_stages": stages, "num_blocks": len(state)}
     return tuple(
         block.grouped(spec.sparse) if spec.sparse.is_sparse(block=n, **place) else block
         for n, block in enumerate(state)

@@ -13,6 +13,7 @@ from flashforward_core.graph.schedules import SCHEDULES
 from flashforward_core.kv.bucket_attention import BUCKET_ATTENTION, BucketAttention, attend_torch
 from flashforward_core.kv.groups import KeyGroups, group_page
 from flashforward_core.kv_policy import KeepOptions, SparseOptions, TempCacheOptions
+from flashforward_core.specs import StageSchedule
 
 pytestmark = pytest.mark.cpu
 
@@ -90,16 +91,34 @@ def _equal(first: KeyGroups, second: KeyGroups) -> bool:
 SPARSE = SparseOptions(sparse_share=1.0, attention="regrouped")
 
 
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch) -> Regrouped:
+    found = Regrouped()
+    entry = BucketAttention(name="regrouped", attend=found.attend, obstacle=lambda device, dtype, tables: None)
+    monkeypatch.setitem(BUCKET_ATTENTION._entries, "regrouped", entry)
+    return found
+
+
 @pytest.mark.parametrize("policy", [KeepOptions(), TempCacheOptions(threshold=0.5, budget_frames=6)])
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_buckets_that_pages_keep_are_those_that_a_forward_would_find(
-    rig: Any, schedule: str, policy: Any, monkeypatch: pytest.MonkeyPatch
+    rig: Any, schedule: str, policy: Any, check: Regrouped
 ) -> None:
     """On three lanes, so that pages are also copied from where they were written; some forwards read several pages."""
-    check = Regrouped()
-    entry = BucketAttention(name="regrouped", attend=check.attend, obstacle=lambda device, dtype, tables: None)
-    monkeypatch.setitem(BUCKET_ATTENTION._entries, "regrouped", entry)
     spec = replace(rig.spec(schedule), kv_policy=policy, sparse=SPARSE)
     found = render(rig.backbone(), spec, _texts(rig), devices=THREE)
+    assert found.latents_BCFHW.isfinite().all()
+    assert check.pages > check.calls > 0
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_given_chunks_attend_sparsely_to_what_a_policy_keeps_for_dense_stages_too(
+    rig: Any, schedule: str, check: Regrouped
+) -> None:
+    """Of four stages two are dense. Two chunks are given: every bank's second commit reads what its first left."""
+    policy, sparse = TempCacheOptions(threshold=0.5, budget_frames=6), replace(SPARSE, dense_share=0.5)
+    spec = rig.spec(schedule, latent_frames=9, stages=StageSchedule(), kv_policy=policy, sparse=sparse)
+    start = torch.randn(1, 16, 6, 4, 4, generator=torch.Generator().manual_seed(3))
+    found = render(rig.backbone(), spec, rig.texts(), devices=ONE, start=start)
     assert found.latents_BCFHW.isfinite().all()
     assert check.pages > check.calls > 0
