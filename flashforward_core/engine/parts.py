@@ -65,8 +65,10 @@ def run_in_parts(
 
 
 def _parts(spec: RolloutSpec, devices: DevicePlan, **options: Any) -> Iterator[Part]:
-    """Yield a rollout's parts, with decoding in halves where ``devices`` has it so."""
+    """Yield a rollout's parts that have tasks, with decoding in halves where ``devices`` has it so."""
     for part in parts(spec, **options):
+        if not part.graph.tasks:
+            continue  # all given and read by nobody: what it carries, earlier parts hand on
         if devices.decode == "split":
             part = replace(part, graph=in_halves(part.graph), carried=halved(part.carried))
         yield part

@@ -94,6 +94,17 @@ def test_prompts_anchors_and_starts_are_those_of_the_whole(rig: Any, in_parts: C
         assert in_parts(backbone, spec, texts, devices=ONE, **options).sha256 == expected.sha256
 
 
+def test_a_part_that_is_given_and_read_by_nobody_has_nothing_to_run(
+    rig: Any, in_parts: Callable[..., RenderResult]
+) -> None:
+    """Chunks read the first one only, and 12 of 14 are given: all of the second part's, chunks 5 to 9."""
+    spec = _spec(rig, "self_forcing", history=History(chunks=1, planner_blocks=1, sink=1))
+    backbone, texts = rig.backbone(), rig.texts()
+    start = torch.randn(1, 16, 36, 4, 4, generator=torch.Generator().manual_seed(3))
+    expected = render(backbone, spec, texts, devices=ONE, start=start)
+    assert in_parts(backbone, spec, texts, devices=ONE, start=start).sha256 == expected.sha256
+
+
 def test_after_a_hard_cut_keys_may_come_in_another_order(rig: Any, in_parts: Callable[..., RenderResult]) -> None:
     """Equal bytes up to the cut; after it the same numbers, summed in another order."""
     prompts = (PromptSpan(), PromptSpan(start=24, prompt=1, hard_cut=True))
