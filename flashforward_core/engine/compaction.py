@@ -2,6 +2,7 @@
 
 import torch
 
+from ..graph.schedules import OWN
 from ..graph.task import ForwardTask, Slot, Space
 from ..kv.bank import BankView
 from ..kv.policies import Compaction, OwnKV, PolicyState, PolicyView, next_state
@@ -11,8 +12,6 @@ from ..model.attention import AttentionBackend
 from ..model.biased_attention import resolve_biased_attention
 from ..model.config import PATCH, WanConfig
 from ..specs import RolloutSpec
-
-OWN = ".own"  # ends the bank's name of what a forward hands over
 
 
 def kept_slot(task: ForwardTask) -> Slot | None:

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..graph.passes import TaskCost
+from ..graph.schedules import OWN
 from ..graph.task import Kind, Role, Slot, Space, TaskGraph
 from ..kv.pages import ANCHOR_BANK, PagePlan, kv_slots, plan_pages
 from ..kv_policy import FutureForcingOptions, moves_keys
 from ..model.config import PATCH, WanConfig
 from ..specs import LATENT_CHANNELS, RolloutSpec
-from .compaction import OWN
 from .cost import num_keys, rounds, slot_frames
 from .events import TaskSpan
 from .placement import Placement

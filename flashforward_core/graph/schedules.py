@@ -23,6 +23,10 @@ class Memory(StrEnum):
     OUTPUT_LEVEL = "output_level"  # a re-encode of the same stage's output, one per stage
 
 
+OWN = ".own"
+"""Ends the bank's name of what a forward hands over to the KV policy."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """What tells one schedule from another."""
@@ -97,7 +101,7 @@ def _policy_state(kv: Slot) -> Slot:
 
 def _handed_over(kv: Slot) -> Slot:
     """What a forward gives the policy, in place of publishing ``kv``: keys, values and queries."""
-    return replace(kv, space=Space.POLICY_STATE, bank=f"{kv.bank}.own")
+    return replace(kv, space=Space.POLICY_STATE, bank=kv.bank + OWN)
 
 
 def _published(spec: RolloutSpec, kv: Slot) -> Slot:
