@@ -223,6 +223,18 @@ class RolloutSpec:
                 "sparse attention has no use with 1 stage, since the first stage stays dense; "
                 "use 2 stages or more, or sparse=none"
             )
+        if not self.compacts:
+            self._check_history()
+        starts = [span.start for span in self.prompts]
+        if not starts or starts[0] != 0 or starts != sorted(set(starts)):
+            raise ValueError(f"prompts start at latent frames {starts}; they must rise from 0")
+        if starts[-1] >= self.shape.latent_frames:
+            raise ValueError(
+                f"a prompt starts at latent frame {starts[-1]}, past the last one "
+                f"({self.shape.latent_frames - 1}); make the video longer or drop the span"
+            )
+
+    def _check_history(self) -> None:
         if self.history.chunks == 0 and self.anchors is None and self.num_chunks > 1:
             raise ValueError("history=0 reads nothing; use history >= 1 or anchors")
         sink_chunks = -(-self.history.sink // self.chunk_frames)
@@ -231,14 +243,6 @@ class RolloutSpec:
             raise ValueError(
                 f"sink={self.history.sink} is longer than the history of {bound} latent frames; "
                 f"use sink <= {bound} or a longer history"
-            )
-        starts = [span.start for span in self.prompts]
-        if not starts or starts[0] != 0 or starts != sorted(set(starts)):
-            raise ValueError(f"prompts start at latent frames {starts}; they must rise from 0")
-        if starts[-1] >= self.shape.latent_frames:
-            raise ValueError(
-                f"a prompt starts at latent frame {starts[-1]}, past the last one "
-                f"({self.shape.latent_frames - 1}); make the video longer or drop the span"
             )
 
     @property

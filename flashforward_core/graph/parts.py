@@ -61,10 +61,10 @@ def _ranges(spec: RolloutSpec, size: int) -> Iterator[range]:
 
     Pages of the history that moves are a ring of one more than there are; a cut is where it begins anew. Just after a
     hard cut the history is short, and a ring would begin elsewhere; there keys may come in another order than in the
-    whole, whose pages depend on all of it.
+    whole, whose pages depend on all of it. With a KV policy there are no such pages, and any cut will do.
     """
-    history = spec.history.chunks
-    ring = history + 1 - -(-spec.history.sink // spec.chunk_frames)
+    history = 0 if spec.compacts else spec.history.chunks
+    ring = 1 if spec.compacts else history + 1 - -(-spec.history.sink // spec.chunk_frames)
     start = 0
     while start < spec.num_chunks:
         stop = history + -(-(start + size - history) // ring) * ring

@@ -51,7 +51,7 @@ def test_parts_have_the_tasks_of_the_whole_and_its_order_of_keys(rig: Any, sched
         spec = _spec(rig, schedule, history=History(chunks=3, planner_blocks=2, sink=sink))
         spec = spec if policy is None else replace(spec, kv_policy=policy)
         whole, some = build_graph(spec), list(parts(spec, size=4))
-        assert len(some) == 3
+        assert len(some) == (3 if policy is None else 4)  # a ring of 4 or 3 pages; any cut
         assert {task.id: task for task in whole.tasks} == {t.id: t for part in some for t in part.graph.tasks}
         expected = plan_pages(spec, whole)
         for part in some:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from flashforward_core.kv_policy import SparseOptions
+from flashforward_core.graph.parts import Part, parts
+from flashforward_core.kv_policy import SparseOptions, WindowOptions
 from flashforward_core.specs import AnchorPlan, History, PromptSpan, RolloutSpec, StageSchedule, VideoShape
 
 pytestmark = pytest.mark.cpu
@@ -120,6 +121,18 @@ def test_a_prompt_holds_until_the_next_one() -> None:
 def test_what_cannot_work_is_refused_by_name(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
+
+
+def test_a_kv_policy_takes_any_history_and_sink_and_makes_the_same_parts_with_them() -> None:
+    """Ten chunks in parts of four: with the default history and with none at all, beside a sink that fits nowhere."""
+
+    def cut(history: History) -> list[Part]:
+        options: Any = {"anchors": None, "schedule": "self_forcing", "kv_policy": WindowOptions()}
+        return list(parts(RolloutSpec(shape=shape(30), history=history, **options), size=4))
+
+    expected = cut(History())
+    assert [part.chunks for part in expected] == [range(4), range(4, 8), range(8, 10)]
+    assert cut(History(chunks=0)) == cut(History(sink=99)) == cut(History(chunks=100)) == expected
 
 
 @pytest.mark.parametrize("frames", [100_001, 9999999999999999999999])
