@@ -250,11 +250,16 @@ SPARSE_CHOICES: dict[str, SparseOptions | None] = {
 }
 """Which attentions are sparse, by the names that users choose between."""
 
+SPARSE_KERNELS = ("triton", "flashinfer", "flash", "flex", "cpu", "torch")
+"""Those of ``kv.bucket_attention``, in the order in which ``auto`` tries them; here so that names need no torch."""
+
 
 def sparse_named(name: str, *, attention: str = "auto") -> SparseOptions | None:
     """Return what ``name`` means with the kernel ``attention``, None where nothing is sparse."""
     if name not in SPARSE_CHOICES:
         raise ValueError(f"sparse={name!r} is unknown; use one of: {', '.join(SPARSE_CHOICES)}")
+    if attention not in ("auto", *SPARSE_KERNELS):
+        raise ValueError(f"sparse_attention={attention!r} is unknown; use one of: auto, {', '.join(SPARSE_KERNELS)}")
     options = SPARSE_CHOICES[name]
     if options is None and attention != "auto":
         raise ValueError(f"sparse_attention={attention!r} has no use with sparse={name!r}; use sparse=both")

@@ -9,7 +9,7 @@ from ..engine.memory import KV_CHOICES, OFFLOAD_CHOICES, MemoryOptions
 from ..engine.placement import LAYOUTS, ORDERS
 from ..graph.anchors import RULES
 from ..graph.schedules import SCHEDULES, spec_for
-from ..kv_policy import KV_POLICIES, policy_named, sparse_named
+from ..kv_policy import KV_POLICIES, SPARSE_KERNELS, policy_named, sparse_named
 from ..names import check_name
 from ..specs import AnchorPlan, History, RolloutSpec, VideoShape
 
@@ -117,7 +117,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--sparse-attention",
         default="auto",
         metavar="NAME",
-        help="kernel of --sparse: triton, flashinfer, flash, flex, cpu, torch, or the first that runs (auto)",
+        help=f"kernel of --sparse, one of: {', '.join(SPARSE_KERNELS)}; or the first that runs (auto)",
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kv_policy import SparseOptions
+from ..kv_policy import SPARSE_KERNELS, SparseOptions
 from ..model.attention import HALF
 from ..registry import Registry
 from .dispatch import has_triton
@@ -39,8 +39,7 @@ class BucketAttention:
 
 
 BUCKET_ATTENTION: Registry[BucketAttention] = Registry("sparse attention")
-AUTO_ORDER = ("triton", "flashinfer", "flash", "flex", "cpu", "torch")
-"""``auto`` takes the first that runs; only ``triton`` and ``torch`` never wait for the device."""
+"""``auto`` takes the first of ``SPARSE_KERNELS`` that runs; only ``triton`` and ``torch`` never wait for the device."""
 
 
 def attend_torch(
@@ -159,22 +158,23 @@ def _needs_cuda(device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"it needs a CUDA device, not {device}"
 
 
+def _needs_half(dtype: torch.dtype) -> str | None:
+    return None if dtype in HALF else f"it does not take {dtype}"
+
+
 def _one_table(tables: int) -> str | None:
     return None if tables == 1 else f"it takes one table, not {tables}"
 
 
 def _triton_obstacle(device: torch.device, dtype: torch.dtype, tables: int) -> str | None:
-    if dtype == torch.float64:
-        return f"it does not take {dtype}"
     missing = None if has_triton() else "it needs Triton, which is not installed (pip install triton)"
-    return _needs_cuda(device) or missing or _one_table(tables)
+    wide = f"it does not take {dtype}" if dtype == torch.float64 else None
+    return _needs_cuda(device) or missing or wide or _one_table(tables)
 
 
 def _flash_obstacle(device: torch.device, dtype: torch.dtype, tables: int) -> str | None:
-    if dtype not in HALF:
-        return f"it does not take {dtype}"
     missing = None if importlib.util.find_spec("torch.nn.attention.varlen") else "it needs a newer PyTorch"
-    return _needs_cuda(device) or missing or _one_table(tables)
+    return _needs_cuda(device) or missing or _needs_half(dtype) or _one_table(tables)
 
 
 def _flex_obstacle(device: torch.device, dtype: torch.dtype, tables: int) -> str | None:
@@ -187,11 +187,9 @@ def _cpu_obstacle(device: torch.device, dtype: torch.dtype, tables: int) -> str 
 
 
 def _flashinfer_obstacle(device: torch.device, dtype: torch.dtype, tables: int) -> str | None:
-    if importlib.util.find_spec("flashinfer") is None:
-        return "FlashInfer is not installed (pip install flashinfer-python)"
-    if dtype not in HALF:
-        return f"it does not take {dtype}"
-    return _needs_cuda(device) or _one_table(tables)
+    found = importlib.util.find_spec("flashinfer") is not None
+    missing = None if found else "FlashInfer is not installed (pip install flashinfer-python)"
+    return _needs_cuda(device) or missing or _needs_half(dtype) or _one_table(tables)
 
 
 def _file(
@@ -217,7 +215,7 @@ def resolve_bucket_attention(
     """
     device = torch.device(device)
     if options.attention == "auto":
-        usable = (BUCKET_ATTENTION[name] for name in AUTO_ORDER)
+        usable = (BUCKET_ATTENTION[name] for name in SPARSE_KERNELS)
         return next(entry for entry in usable if entry.obstacle(device, dtype, options.tables) is None)
     chosen = BUCKET_ATTENTION[options.attention]
     reason = chosen.obstacle(device, dtype, options.tables)

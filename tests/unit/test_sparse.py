@@ -29,7 +29,7 @@ from flashforward_core.kv.groups import (
 )
 from flashforward_core.kv.padding import MergedPrompt, merge_padding
 from flashforward_core.kv.sparse import SparseForward, attend_prompt, density, kept_rows
-from flashforward_core.kv_policy import SparseOptions
+from flashforward_core.kv_policy import SPARSE_KERNELS, SparseOptions
 from flashforward_core.model.attention import sdpa
 from flashforward_core.model.biased_attention import attend_biased
 from flashforward_core.model.config import WanConfig
@@ -304,13 +304,14 @@ def test_a_kernel_that_cannot_run_says_why() -> None:
         return resolve_bucket_attention(SparseOptions(attention=name), "cpu", dtype=torch.float32)
 
     assert resolve("auto").name == "cpu"
-    with pytest.raises(
-        ValueError, match="sparse attention='triton' cannot run on cpu: it needs a CUDA device, not cpu"
-    ):
-        resolve("triton")
+    for name in ("triton", "flashinfer", "flash", "flex"):  # whatever is installed, and in whatever precision
+        message = f"sparse attention='{name}' cannot run on cpu: it needs a CUDA device, not cpu; use 'auto'"
+        with pytest.raises(ValueError, match=message):
+            resolve(name)
     if find_spec("flashinfer") is None:
-        with pytest.raises(ValueError, match=r"FlashInfer is not installed \(pip install flashinfer-python\)"):
-            resolve("flashinfer")
+        missing = BUCKET_ATTENTION["flashinfer"].obstacle(torch.device("cuda"), torch.bfloat16, 1)
+        assert missing == "FlashInfer is not installed (pip install flashinfer-python)"
+    assert set(SPARSE_KERNELS) == set(BUCKET_ATTENTION)
     with pytest.raises(ValueError, match="sparse attention='quick' is unknown; use one of: torch, triton"):
         resolve("quick")
 
