@@ -124,7 +124,7 @@ class FutureForcingOptions:
     """Latest latent frames, never evicted."""
     future_weight: float = 0.5
     """λ: 1 looks at the future only, 0 at the past only."""
-    lookahead: tuple[int, ...] = (1, 2, 4, 8)
+    lookahead: tuple[int, ...] = (1,)
     """Coming chunks that are predicted; 1 is the next."""
     cells: int = 16
     """Places of a frame whose future attention is told apart when tokens are merged."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..kv_policy import FutureForcingOptions, KVPolicy, TempCacheOptions, WindowOptions
 
+FAR = (1, 2, 4, 8)  # chunks that are looked ahead, the default until the choices were measured
 EVERYTHING = 10_000  # latent frames, more than any rollout has here
 FIFO = "window"
 """What the other policies are compared with."""
@@ -17,8 +18,8 @@ def policies(budget: int) -> dict[str, KVPolicy]:
     """Return what is compared at a budget of latent frames."""
     return {
         FIFO: WindowOptions(budget_frames=budget, rebase=False),
-        "history_only": FutureForcingOptions(budget_frames=budget, future_weight=0.0, weigh_merged=False),
-        "unweighed": FutureForcingOptions(budget_frames=budget, future_weight=0.5, weigh_merged=False),
+        "history_only": FutureForcingOptions(budget_frames=budget, lookahead=FAR, future_weight=0.0, weigh_merged=False),
+        "unweighed": FutureForcingOptions(budget_frames=budget, lookahead=FAR, weigh_merged=False),
         "future_forcing": FutureForcingOptions(budget_frames=budget),
         "future_only": FutureForcingOptions(budget_frames=budget, future_weight=1.0),
         "temp_cache": TempCacheOptions(budget_frames=budget),
@@ -43,7 +44,7 @@ def choices(budget: int) -> dict[str, KVPolicy]:
         f"{FIFO} sink=0": WindowOptions(budget_frames=budget, sink_frames=0),
     }
     most = budget - 4  # recent frames that leave room for the sink and one frame of choice
-    for weight, lookahead, recent, sink in product((0.5, 1.0), ((1, 2, 4, 8), (1,)), (3, most), (3, 0)):
+    for weight, lookahead, recent, sink in product((0.5, 1.0), (FAR, (1,)), (3, most), (3, 0)):
         options = FutureForcingOptions(
             budget_frames=budget, future_weight=weight, lookahead=lookahead, recent_frames=recent, sink_frames=sink
         )

@@ -43,7 +43,7 @@ def test_the_past_alone_weighs_nothing_of_the_future() -> None:
     compared = policies(9)
     assert {policy.budget_frames for policy in compared.values()} == {9}
     ours = compared["future_forcing"]
-    assert compared["history_only"] == replace(ours, future_weight=0.0, weigh_merged=False)
+    assert compared["history_only"] == replace(ours, lookahead=(1, 2, 4, 8), future_weight=0.0, weigh_merged=False)
 
 
 def test_scores_are_one_number_per_video() -> None:
