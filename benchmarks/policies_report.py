@@ -19,7 +19,7 @@ GIB = 2**30
 POLICIES = {
     "window": "first and latest (FIFO)",
     "history_only": "attention so far only",
-    "unweighed": "Future Forcing, merged tokens not weighed",
+    "unweighed": "Future Forcing, merged tokens not weighed, 8 chunks ahead",
     "future_forcing": "Future Forcing",
     "future_only": "Future Forcing, λ = 1",
     "temp_cache": "TempCache",
@@ -58,6 +58,7 @@ def main() -> int:
         INTRODUCTION,
         *likeness(rows, args.out),
         *errors(rows),
+        *choices(rows),
         *foundations(rows, args.out),
         *speed(rows, args.out),
     ]
@@ -148,6 +149,32 @@ def errors(rows: Sequence[Row]) -> list[str]:
         f"{_WHY} Share of attention that a frame of the history gets, by its age in latent frames: "
         f"{', '.join(f'{age}: {100 * shares[age]:.1f} %' for age in ages)}.\n",
     ]
+
+
+def choices(rows: Sequence[Row]) -> list[str]:
+    """Show what the choices within Future Forcing change, by latents alone."""
+    found = of(rows, "first_error")
+    if not found:
+        return []
+    body = [
+        [str(row["config"]["budget"]), row["config"]["choice"], interval(row, 3), interval(_late_of(rows, row), 3)]
+        for row in found
+    ]
+    config = found[0]["config"]
+    return [
+        "## Choices within Future Forcing\n",
+        "How far latents are from the full cache's, relative to their spread: in the first chunk that reads a thinned "
+        "cache, where nothing but the cache differs yet, and in the last quarter. λ is the future's weight; *ahead*, "
+        "the farthest chunk that is predicted (8: 1, 2, 4 and 8); *recent* and *sink*, frames that always stay; "
+        f"`window` is first in, first out. {config['captions']} captions, {config['latents']} latent frames. "
+        f"{measured_on(found)}\n",
+        table(["budget", "choice", "first chunk", "last quarter"], body),
+    ]
+
+
+def _late_of(rows: Sequence[Row], row: Row) -> Row | None:
+    where = {name: row["config"][name] for name in ("choice", "budget", "captions", "latents")}
+    return next(iter(of(rows, "late_error", **where)), None)
 
 
 _VARIANTS = {
