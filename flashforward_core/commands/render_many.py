@@ -23,7 +23,7 @@ from ..specs import RolloutSpec, VideoShape
 from .interrupts import one_interrupt
 from .prompt_files import Wanted, read_prompts, shard_of
 from .render import check_out, spec_of
-from .render_one import devices_of, load
+from .render_one import devices_of, load, sparse_kernels
 from .results import DONE, FAILED, Result, Results, file_sha256, settings_hash
 
 
@@ -46,9 +46,10 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     with one_interrupt():
         devices = devices_of(args)
+        kernels = sparse_kernels(args, films[0].spec, devices) if films else ""
         backbone = load(args, devices)
         results = Results(args.out, shard=args.shard)
-        films = [replace(film, settings=_settings(film, backbone, args)) for film in films]
+        films = [replace(film, settings=_settings(film, backbone, args, kernels=kernels)) for film in films]
         left = [film for film in films if not results.is_done(film.wanted.out, settings=film.settings)]
         work = _Work(left, results=results, backbone=backbone, crf=args.crf, quiet=args.quiet)
         if len(left) < len(films):
@@ -111,9 +112,16 @@ def _check_folder(out: Path) -> None:
         raise ValueError(f"out={str(out)!r} is a folder that you may not write to; use another folder")
 
 
-def _settings(film: Film, backbone: Backbone, args: argparse.Namespace) -> str:
+def _settings(film: Film, backbone: Backbone, args: argparse.Namespace, *, kernels: str) -> str:
+    """Hash every option that the video's bytes depend on; ``kernels`` are those of sparse attention, by name."""
+    sparse, spec = film.spec.sparse, film.spec
     return settings_hash(
-        prompt=film.wanted.prompt, spec=film.spec, model=backbone.fingerprint, dtype=backbone.dtype, crf=args.crf
+        prompt=film.wanted.prompt,
+        spec=spec if sparse is None else replace(spec, sparse=replace(sparse, attention=kernels)),
+        model=backbone.fingerprint,
+        dtype=backbone.dtype,
+        kv=args.kv,
+        crf=args.crf,
     )
 
 

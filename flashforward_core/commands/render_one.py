@@ -16,6 +16,7 @@ from ..engine.lanes import DevicePlan
 from ..engine.ops import NotFinite
 from ..engine.ray_lanes import LaneLost
 from ..engine.rollout import RenderResult, render
+from ..kv.bucket_attention import resolve_bucket_attention
 from ..media import VideoWriter, check_crf
 from ..model.loading import EMBEDDED_SIZE, load_embedded
 from ..model.roles import Backbone
@@ -125,6 +126,20 @@ def devices_of(args: argparse.Namespace) -> DevicePlan:
     )
 
 
+def sparse_kernels(args: argparse.Namespace, spec: RolloutSpec, devices: DevicePlan) -> str:
+    """Return the kernels of sparse attention, by name; ``ValueError`` for one that was asked for and cannot run.
+
+    What ``auto`` is on a Ray cluster shows there only, and is ``auto`` here.
+    """
+    if spec.sparse is None:
+        return "none"
+    if devices.ray_address:
+        return spec.sparse.attention
+    places, dtype = dict.fromkeys(devices.resolve()), DTYPES[args.dtype]
+    found = (resolve_bucket_attention(spec.sparse, place, dtype=dtype).name for place in places)
+    return ", ".join(dict.fromkeys(found))
+
+
 def load(args: argparse.Namespace, devices: DevicePlan) -> Backbone:
     """Return the embedded model on the first of ``devices``, or in host memory when lanes fetch weights themselves."""
     device = "cpu" if devices.ray_address or devices.memory.offload == "on" else devices.resolve()[0]
@@ -133,6 +148,7 @@ def load(args: argparse.Namespace, devices: DevicePlan) -> Backbone:
 
 def _render(args: argparse.Namespace, spec: RolloutSpec, prompts: list[str]) -> RenderResult:
     devices = devices_of(args)
+    sparse_kernels(args, spec, devices)  # one that cannot run is refused before anything is loaded
     backbone = load(args, devices)
     texts = [backbone.text_encoder.encode([prompt]) for prompt in prompts]
     progress = Progress(total_frames=spec.shape.video_frames, quiet=args.quiet)

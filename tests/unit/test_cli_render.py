@@ -168,8 +168,10 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(
     assert command(tmp_path / ("n" * 250 + ".mp4")) == 2
     assert command(tmp_path / "clip.mp4", "--crf", "52") == 2
     assert command(tmp_path / "clip.mp4", "--sparse", "--sparse-attention", "nope") == 2
+    assert command(tmp_path / "clip.mp4", "--devices", "cpu", "--sparse", "--sparse-attention", "flashinfer") == 2
     monkeypatch.setattr("os.access", lambda *_: False)
     assert command(tmp_path / "clip.mp4") == 2
-    folder, name, crf, sparse, access = capsys.readouterr().err.splitlines()
+    folder, name, crf, sparse, kernel, access = capsys.readouterr().err.splitlines()
     assert "is a folder" in folder and "254 bytes" in name and "crf=52" in crf and "may not write" in access
     assert "sparse_attention='nope' is unknown; use one of: auto, triton, flashinfer" in sparse
+    assert "'flashinfer' cannot run on cpu: it needs a CUDA device" in kernel

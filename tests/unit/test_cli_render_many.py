@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flashforward_core.cli import main
 from flashforward_core.commands import render_many
@@ -111,6 +112,27 @@ def test_control_c_loses_nothing_that_is_done(tmp_path: Path, capsys: Any) -> No
     done = {line["path"] for line in lines(tmp_path)}
     assert {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.mp4")} == done
     assert 1 <= len(done) < 3
+
+
+def test_an_option_that_changes_the_bytes_makes_videos_again_and_another_name_of_the_same_does_not(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """One prompt of one latent frame, in bf16, loaded once. On a CPU ``auto`` is ``cpu``."""
+    backbone = load_embedded(dtype=torch.bfloat16)
+    monkeypatch.setattr(render_many, "load", lambda *_: backbone)
+    (tmp_path / "one.txt").write_text(NOON)
+    made = 0
+    for words, new in (
+        ([], True),
+        (["--kv", "fp8"], True),
+        (["--kv", "fp8", "--in-flight", "3", "--quiet"], False),
+        (["--sparse"], True),
+        (["--sparse", "--sparse-attention", "cpu"], False),
+    ):
+        options = ["--devices", "cpu", "--dtype", "bf16", "--latent-frames", "1", *words]
+        assert main(["render", "--prompts", str(tmp_path / "one.txt"), "--out", str(tmp_path / "out"), *options]) == 0
+        made += new
+        assert len(lines(tmp_path)) == made, words
 
 
 @pytest.fixture
