@@ -38,6 +38,7 @@ from ..specs import History, RolloutSpec, VideoShape
 from .bench_quality import held_out_captions
 from .bench_rows import RowBook, machine
 from .likeness import Consistency, psnr, ssim
+from .policy_checks import COUNTED, PARTS, check
 from .policy_choices import FIFO, choices, followed, latent_errors, policies
 from .policy_errors import FollowOptions
 
@@ -46,7 +47,6 @@ QUERIES = 64  # of a chunk, that are matched by brute force too
 BITS: Mapping[str, Sequence[int]] = {"quantised": (2, 4, 6, 8), "signs": (32, 64, 128, 256)}
 DECODED = 3  # latent frames that are decoded at a time
 LATE = 0.75  # share of a video after which its frames count as late
-PARTS = ("look", "compare", "follow", "choices")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ def _note_cosines(plain_BLHD: Tensor, own: OwnKV, at: Compaction, options: LookO
 
 
 def _note_densities(cached: Tokens, own: OwnKV, at: Compaction, options: LookOptions) -> None:
-    """Count what AnnSA would compute and TempCache would hold, at every fourth chunk: counting takes time."""
+    """Count what AnnSA would compute and TempCache would hold, at one of ``COUNTED`` chunks."""
     block, seen = len(options.stationarity) % len(options.first), at.next_frame - len(at.frames)
     if block not in options.merged:  # the first chunk, of which ``cached`` is the whole
         options.merged[block] = cached
@@ -110,7 +110,7 @@ def _note_densities(cached: Tokens, own: OwnKV, at: Compaction, options: LookOpt
         options.merged[block], own.q_BLHD, own.k_BLHD, own.v_BLHD, frames=at.frames, grid=at.grid, options=temp
     )
     options.merged[block] = squeeze(merged)
-    if at.next_frame // at.chunk_frames % 4 == 0:
+    if at.next_frame // at.chunk_frames % COUNTED == 0:
         kept = (options.merged[block].count_BNH > 0).double().sum(dim=1).mean().item()
         share = kept / (at.next_frame * at.grid.frame_tokens)
         options.densities.setdefault(("temp_cache", at.next_frame), []).append(share)
@@ -140,16 +140,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print and keep rows."""
     budgets, parts = _budgets(args.budgets), args.parts.split(",")
-    if not set(parts) <= set(PARTS):
-        raise ValueError(f"parts={args.parts!r} are unknown; use some of: {','.join(PARTS)}")
     for name, least in (("captions", 2), ("batch", 1), ("seed", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"{name}={getattr(args, name)} is below {least}; use {name}={least} or more")
-    device = DevicePlan(devices=(args.device,)).resolve()[0]
-    backbone = load_embedded(args.assets, device=device)
     width, height = EMBEDDED_SIZE
     shape = VideoShape(width=width, height=height, latent_frames=args.latents)
     whole = RolloutSpec(shape=shape, schedule="self_forcing", anchors=None, history=History(chunks=args.latents))
+    check(parts, budgets=budgets, whole=whole)
+    device = DevicePlan(devices=(args.device,)).resolve()[0]
+    backbone = load_embedded(args.assets, device=device)
     common = {"model": "embedded", "resolution": "128x192", "latents": args.latents, "devices": 1}
     common |= {"schedule": "self_forcing", "fingerprint": backbone.fingerprint[:16], "seed": args.seed}
     book = RowBook(path=args.json, machine=machine(device), common=common)

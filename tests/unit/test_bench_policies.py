@@ -11,8 +11,10 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan
 
+from flashforward_core.cli import main
 from flashforward_core.commands.bench_policies import BITS, Bench, LookOptions, Scores, half_width, policies
 from flashforward_core.commands.bench_rows import RowBook, read_rows
+from flashforward_core.commands.policy_checks import least_latents
 from flashforward_core.commands.policy_choices import choices, latent_errors
 from flashforward_core.commands.policy_errors import MOST, FollowOptions
 from flashforward_core.engine.rollout import DevicePlan, render
@@ -107,6 +109,48 @@ def test_what_attention_reads_is_the_same_from_a_cache_that_holds_all_and_nearer
     assert kept == pytest.approx({"3": 3 / 9, "6": 6 / 9, "100": 1, MOST: 6 / 9})
     assert set(look.shares) == set(range(1, 10))
     assert 0 < sum(statistics.mean(shares) for shares in look.shares.values()) < 1
+
+
+def test_the_least_length_is_where_there_is_something_to_measure(rig: Any) -> None:
+    backbone, texts = rig.backbone(), rig.texts()
+    for latents, measured in ((12, False), (13, True)):
+        assert least_latents("look", None, chunk_frames=3) == least_latents("follow", 7, chunk_frames=3) == 13
+        spec = rig.spec("self_forcing", latent_frames=latents, history=History(chunks=5))
+        look = LookOptions(budget_frames=15, sink_frames=0)
+        follow = FollowOptions(budget_frames=7, sink_frames=0, policies={"window": WindowOptions(budget_frames=7)})
+        for policy in (look, follow):
+            render(backbone, replace(spec, kv_policy=policy), texts, devices=CPU)
+        assert bool(follow.errors) == bool(look.densities) == measured
+    assert [least_latents("choices", budget, chunk_frames=3) for budget in (7, 8, 9, 12)] == [10, 10, 13, 16]
+    assert [least_latents("follow", budget, chunk_frames=3) for budget in (8, 9, 12, 18)] == [13, 19, 19, 25]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--parts look --latents 12", "latents=12 is too short for look; use latents=13 or more"),
+        ("--parts compare --latents 1", "latents=1 is too short for compare; use latents=2 or more"),
+        (
+            "--parts follow --latents 12 --budgets 7",
+            "latents=12 is too short for follow at a budget of 7; use latents=13",
+        ),
+        (
+            "--parts choices --latents 12 --budgets 7,9",
+            "latents=12 is too short for choices at a budget of 9; use latents=",
+        ),
+        ("--parts compare --budgets 9,3", "budgets=9,3: 3 is below 7; use 7 or more"),
+        ("--parts look,compared", "parts='look,compared' are unknown; use some of: look,compare,follow,choices"),
+        ("--latents 0", "latent_frames=0 is below 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(
+    words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loading = "flashforward_core.commands.bench_policies.load_embedded"
+    monkeypatch.setattr(loading, lambda *_, **__: pytest.fail("loaded"))
+    assert main(["bench", "policies", *words.split()]) == 2
+    shown = capsys.readouterr().err
+    assert said in shown and shown.count("\n") == 1
 
 
 def test_latents_are_compared_in_the_frames_that_are_asked_for() -> None:
