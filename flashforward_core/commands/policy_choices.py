@@ -18,7 +18,9 @@ def policies(budget: int) -> dict[str, KVPolicy]:
     """Return what is compared at a budget of latent frames."""
     return {
         FIFO: WindowOptions(budget_frames=budget, rebase=False),
-        "history_only": FutureForcingOptions(budget_frames=budget, lookahead=FAR, future_weight=0.0, weigh_merged=False),
+        "history_only": FutureForcingOptions(
+            budget_frames=budget, lookahead=FAR, future_weight=0.0, weigh_merged=False
+        ),
         "unweighed": FutureForcingOptions(budget_frames=budget, lookahead=FAR, weigh_merged=False),
         "future_forcing": FutureForcingOptions(budget_frames=budget),
         "future_only": FutureForcingOptions(budget_frames=budget, future_weight=1.0),
