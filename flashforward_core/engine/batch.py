@@ -171,7 +171,7 @@ def _one_by_one(
             )
             lanes = outcome.timeline.lanes
             spans += _moved(outcome.timeline.spans, number=number, later=later)
-        except Exception as error:
+        except Exception as error:  # a rollout's failure is its own outcome; the others go on
             if cancelled:
                 raise
             outcome = error
@@ -232,7 +232,7 @@ class _Batch:
             fast = replace(self.devices.fast, graphs="off")
             fit = Fit(options=self.devices.memory)
             run = Run(whole(graph, inputs.spec), inputs, self.backbone, lanes=lanes, poison=False, fast=fast, fit=fit)
-        except Exception as error:
+        except Exception as error:  # as above: told as this rollout's
             self._tell(number, error)
             return
         self.open[number] = _Open(run=run, out=out)
@@ -271,7 +271,7 @@ class _Batch:
                 counted = opened.take(event)
                 if self.on_event is not None:
                     self.on_event(number, counted)
-        except Exception as error:
+        except Exception as error:  # as above: told when the rollout is closed
             opened.error = error
             self.shared.drop(number)
             return

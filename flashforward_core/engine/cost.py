@@ -8,11 +8,11 @@ from pathlib import Path
 from statistics import median
 
 from ..graph.passes import KV_SPACES, TaskCost
-from ..graph.task import ForwardTask, Kind, Role, Slot, Space
+from ..graph.task import BACK, FRONT, ForwardTask, Kind, Role, Slot, Space
 from ..kv_policy import KeepOptions, name_of
 from ..specs import RolloutSpec
 
-HALF_SHARES = {"front": 0.6, "back": 0.4}
+HALF_SHARES = {FRONT: 0.6, BACK: 0.4}
 """What each half of the Wan decoder's layers takes of the whole, by multiplications."""
 
 

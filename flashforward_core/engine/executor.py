@@ -92,7 +92,7 @@ def run_sequential(
             events: list[Event] = []
             try:
                 lane.submit(partial(_collect, events, run, by_id[task_id]))
-            except Exception as error:
+            except Exception as error:  # whatever it is, it is raised with the task's name
                 raise task_failed(task_id, error) from error
             deliver(events)
         return run.report(deliver.spans)

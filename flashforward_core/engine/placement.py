@@ -11,7 +11,7 @@ from functools import partial
 from itertools import pairwise
 
 from ..graph.passes import TaskCost, remaining_path
-from ..graph.task import ForwardTask, Kind, Role, Space, TaskGraph
+from ..graph.task import FRONT, ForwardTask, Kind, Role, Space, TaskGraph
 from ..registry import Registry
 from .cost import rounds
 from .events import LaneInfo
@@ -98,7 +98,7 @@ class _Homes:
 
     def lanes_of(self, task: ForwardTask) -> tuple[int, ...]:
         if task.kind is Kind.DECODE:
-            if task.half == "front" and self.front is not None:
+            if task.half == FRONT and self.front is not None:
                 return (self.front,)
             return self.decodes or (self.decode,)
         if task.role is Role.PLANNER:

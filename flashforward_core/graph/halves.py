@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from .task import ForwardTask, Kind, Slot, Space, TaskGraph
+from .task import BACK, FRONT, ForwardTask, Kind, Slot, Space, TaskGraph
 
-HALVES = ("front", "back")
 BETWEEN = "between"
 """Bank of the slots that hold what the front gives the back."""
 
@@ -22,7 +21,7 @@ def halved(slots: Iterable[Slot]) -> frozenset[Slot]:
 
 
 def _states(slot: Slot) -> tuple[Slot, Slot]:
-    return replace(slot, bank=HALVES[0]), replace(slot, bank=HALVES[1])
+    return replace(slot, bank=FRONT), replace(slot, bank=BACK)
 
 
 def _halves(task: ForwardTask) -> tuple[ForwardTask, ForwardTask]:

@@ -18,6 +18,10 @@ class Space(StrEnum):
     POLICY_STATE = "policy_state"  # what a KV policy keeps of a bank after one chunk, or what it is to take in
 
 
+FRONT, BACK = "front", "back"
+"""Banks of the states of a decoder's halves."""
+
+
 class Kind(StrEnum):
     """What a task does."""
 
@@ -82,13 +86,13 @@ class ForwardTask:
             return f"{self.role}/commit/{unit}{self.index}{tail}"
         if self.kind is Kind.COMPACT:
             return f"compact/c{self.index}/s{self.stage}"
-        return f"decode/c{self.index}{'/front' if self.half == 'front' else ''}"
+        return f"decode/c{self.index}{'/front' if self.half == FRONT else ''}"
 
     @property
     def half(self) -> str:
         """Which half of the decoder's layers a DECODE runs, ``front`` or ``back``; empty for all of them."""
         banks = {slot.bank for slot in self.writes if slot.space is Space.VAE_STATE}
-        return next((name for name in ("front", "back") if name in banks), "")
+        return next((name for name in (FRONT, BACK) if name in banks), "")
 
     @property
     def is_forward(self) -> bool:

@@ -36,6 +36,8 @@ class BucketAttention:
     attend: BucketAttentionFn
     obstacle: Callable[[torch.device, torch.dtype, int], str | None]
     """(device, dtype of queries and keys, number of tables) -> why it cannot run, or None."""
+    skips_hidden: bool = False
+    """Whether hidden keys cost nothing and the host is never waited for, so that AnnCA may hide what it drops."""
 
 
 BUCKET_ATTENTION: Registry[BucketAttention] = Registry("sparse attention")
@@ -193,13 +195,18 @@ def _flashinfer_obstacle(device: torch.device, dtype: torch.dtype, tables: int) 
 
 
 def _file(
-    name: str, attend: BucketAttentionFn, obstacle: Callable[[torch.device, torch.dtype, int], str | None]
+    name: str,
+    attend: BucketAttentionFn,
+    obstacle: Callable[[torch.device, torch.dtype, int], str | None],
+    *,
+    skips_hidden: bool = False,
 ) -> None:
-    BUCKET_ATTENTION.add(name)(BucketAttention(name=name, attend=attend, obstacle=obstacle))
+    entry = BucketAttention(name=name, attend=attend, obstacle=obstacle, skips_hidden=skips_hidden)
+    BUCKET_ATTENTION.add(name)(entry)
 
 
 _file("torch", attend_torch, lambda device, dtype, tables: None)
-_file("triton", _triton, _triton_obstacle)
+_file("triton", _triton, _triton_obstacle, skips_hidden=True)
 _file("flashinfer", _flashinfer, _flashinfer_obstacle)
 _file("flash", _flash, _flash_obstacle)
 _file("flex", attend_flex, _flex_obstacle)

@@ -58,7 +58,7 @@ def attend_prompt(
     attends over the fullest head's number, for which it waits for the device once.
     """
     bias = bias_BHN.expand(kept_BNH.shape[0], kept_BNH.shape[2], -1)
-    if kernel.name == "triton":
+    if kernel.skips_hidden:
         rows = group_codes((~kept_BNH).to(torch.int64).unsqueeze(0), num_buckets=1)
         one_bucket = torch.zeros(1, *q_BLHD.shape[:3], dtype=torch.int64, device=q_BLHD.device)
         return kernel.attend(q_BLHD, one_bucket, k_BNHD, v_BNHD, [rows], bias)
