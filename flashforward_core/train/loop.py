@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from flashforward_core.train.progress import Progress
 from flashforward_core.train.sharding import gather, local, part_of, shard, whole
-from flashforward_core.train.state import read_state, write_state
+from flashforward_core.train.state import read_run, write_run
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ class _Run:
     @torch.no_grad()
     def resume(self) -> None:
         """Continue from the saved state, if there is a whole one."""
-        state = read_state(self._folder, accelerator=self.accelerator, sharded=self.config.shard)
+        state = read_run(self._folder, accelerator=self.accelerator, sharded=self.config.shard)
         if state is None:
             return
         for kept, saved in (
@@ -295,7 +295,7 @@ class _Run:
     def save(self) -> None:
         """Save everything that the run needs to continue, and hand out a snapshot."""
         self._check_finite()
-        write_state(self._folder, self.state(), accelerator=self.accelerator, sharded=self.config.shard)
+        write_run(self._folder, self.state(), accelerator=self.accelerator, sharded=self.config.shard)
         self._saved_at = self.seconds
         if self.snapshot is not None:
             main = self.accelerator.is_main_process

@@ -8,10 +8,16 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+MARKER = "whole.txt"
+"""Written last, so that a folder that has it has everything; it says in how many parts."""
 
-def write_state(folder: Path, state: Mapping[str, Any], *, accelerator: Accelerator, sharded: bool) -> None:
-    """Replace what ``folder`` holds once all of the new state is written; every process must take part."""
-    new = folder.with_suffix(".new")
+
+def write_run(folder: Path, state: Mapping[str, Any], *, accelerator: Accelerator, sharded: bool) -> None:
+    """Replace what ``folder`` holds once all of the new state is written; every process must take part.
+
+    At any moment there is a whole state: the last one in ``folder``, or the new one beside it.
+    """
+    new = _beside(folder)
     if accelerator.is_main_process:
         shutil.rmtree(new, ignore_errors=True)
     accelerator.wait_for_everyone()
@@ -20,18 +26,30 @@ def write_state(folder: Path, state: Mapping[str, Any], *, accelerator: Accelera
         torch.save(dict(state), new / _name(accelerator, sharded=sharded))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        (new / "whole.txt").write_text(_form(accelerator, sharded=sharded) + "\n", encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        new.rename(folder)
+        (new / MARKER).write_text(_form(accelerator, sharded=sharded) + "\n", encoding="utf-8")
+        _put_in_place(folder)
     accelerator.wait_for_everyone()
 
 
-def read_state(folder: Path, *, accelerator: Accelerator, sharded: bool) -> dict[str, Any] | None:
+def _beside(folder: Path) -> Path:
+    return folder.with_suffix(".new")
+
+
+def _put_in_place(folder: Path) -> None:
+    (folder / MARKER).unlink(missing_ok=True)  # first: what is half removed must not look whole
+    shutil.rmtree(folder, ignore_errors=True)
+    _beside(folder).rename(folder)
+
+
+def read_run(folder: Path, *, accelerator: Accelerator, sharded: bool) -> dict[str, Any] | None:
     """Return this process's state, its tensors on the CPU, or None where there is none that is whole.
 
     A state in another number of parts raises ``ValueError``.
     """
-    marker = folder / "whole.txt"
+    marker = folder / MARKER
+    if accelerator.is_main_process and not marker.exists() and (_beside(folder) / MARKER).exists():
+        _put_in_place(folder)  # the last run was stopped just before it did
+    accelerator.wait_for_everyone()
     if not marker.exists():
         return None
     found, wanted = marker.read_text(encoding="utf-8").strip(), _form(accelerator, sharded=sharded)

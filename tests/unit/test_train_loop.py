@@ -55,6 +55,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
         assert torch.equal(expected, found)
 
 
+def test_a_run_that_was_stopped_between_two_states_goes_on_from_the_new_one(tmp_path: Path) -> None:
+    """As a kill leaves it: the last state is half removed, the new one whole but not in its place yet."""
+    whole = run(tmp_path / "whole", 60)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "broken", 60, stop_after=47)
+    state = tmp_path / "broken" / "state"
+    state.rename(state.with_suffix(".new"))
+    state.mkdir()
+    (state / "0.pt").write_bytes(b"half")
+    resumed = run(tmp_path / "broken", 60, stop_after=39)  # before step 40, where the new state is
+    for expected, found in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(expected, found)
+    assert not state.with_suffix(".new").exists()
+
+
 def test_training_lowers_the_loss_of_the_averaged_weights(tmp_path: Path) -> None:
     inputs = torch.randn(64, 4)
     before = Regression()(inputs)["loss"].item()
