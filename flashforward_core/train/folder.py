@@ -22,7 +22,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flashforward_core.media import probe, read_frames
 from flashforward_core.model.vae import encode_frames
 
 log = logging.getLogger(__name__)
@@ -125,6 +124,8 @@ def _rows(manifest: Path) -> Iterator[dict[str, Any]]:
 
 def clips_of(path: Path, form: ClipForm) -> Iterator[np.ndarray]:
     """Decode a video to clips of ``form``, uint8 [frames, H, W, 3], one after the other; what is left is dropped."""
+    from flashforward_core.media import probe, read_frames  # PyAV is needed for videos only, not for drawn scenes
+
     rate = float(probe(path).fps) or form.fps
     kept: list[np.ndarray] = []
     wanted = 0  # frames of the clip's rate taken so far
