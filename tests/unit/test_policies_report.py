@@ -1,0 +1,118 @@
+"""The page on KV policies says what the rows say."""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+
+pytest.importorskip("matplotlib", reason="the page has plots")
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+DEFAULT = "λ=0.5 ahead=1 recent=3 sink=3"
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("policies_report")
+
+
+def row(metric: str, value: float, *, ci95: float | None = None, **config: Any) -> dict[str, Any]:
+    found = {
+        "metric": metric,
+        "value": value,
+        "unit": "1",
+        "config": config,
+        "machine": "NVIDIA H200",
+        "date": "2026-11-30T00:00:00+00:00",
+        "commit": "abc",
+    }
+    return found if ci95 is None else {**found, "ci95": ci95}
+
+
+def page(report: ModuleType, folder: Path, rows: list[Any], kernels: list[Any] | None = None) -> str:
+    (folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    (folder / "kernels.json").write_text(json.dumps(kernels or []), encoding="utf-8")
+    paths = [str(folder / "rows.json"), "--kernels", str(folder / "kernels.json"), "--out", str(folder)]
+    assert report.main(paths) == 0
+    return (folder / "policies.md").read_text(encoding="utf-8")
+
+
+def compared(policy: str, late_gain: float) -> list[Any]:
+    config = {"policy": policy, "budget": 9, "captions": 4, "latents": 81}
+    rows = [row("psnr", 40, ci95=1, **config), row("chunk_ms", 840 if policy == "future_forcing" else 84, **config)]
+    return rows if policy == "window" else [*rows, row("psnr_late_gain", late_gain, ci95=0.5, **config)]
+
+
+def test_policies_are_sorted_by_their_gain_over_fifo(report: ModuleType, tmp_path: Path) -> None:
+    gains = {"window": 0.0, "future_forcing": 0.51, "future_only": -0.5, "temp_cache": -0.51}
+    text = page(report, tmp_path, [line for name, gain in gains.items() for line in compared(name, gain)])
+    assert "- above: Future Forcing (+0.51 at 9)\n" in text
+    assert "- within the interval: Future Forcing, λ = 1 (-0.50 at 9)\n" in text
+    assert "- below: TempCache (-0.51 at 9)\n" in text
+    assert "first out, by budget: 10.0 at 9." in text
+    assert (tmp_path / "policies_likeness.png").stat().st_size > 0
+
+
+def test_choices_are_compared_with_the_default_size_by_size(report: ModuleType, tmp_path: Path) -> None:
+    rows = []
+    for latents, best in ((24, 0.26), (81, 0.24)):
+        config = {"budget": 9, "captions": 4, "latents": latents}
+        for choice, late in ((DEFAULT, 0.3), ("window", best)):
+            rows.append(row("first_error", 0.05, ci95=0.01, choice=choice, **config))
+            rows.append(row("late_error", late, ci95={DEFAULT: 0.03, "window": 0.04}[choice], choice=choice, **config))
+    text = page(report, tmp_path, rows)
+    long, short = text.split("### 81 latent frames")[1].split("### 24 latent frames")
+    assert "| window | 0.050 ± 0.010 | 0.240 ± 0.040 | -0.060 ± 0.050 |" in long  # 3-4-5: hypot(0.03, 0.04)
+    assert "Nearer than the default by more than the interval: window." in long
+    assert "| window | 0.050 ± 0.010 | 0.260 ± 0.040 | -0.040 ± 0.050 |" in short
+    assert "Nearer than the default by more than the interval: none." in short
+    assert "2 of 22 choices were measured. Least in the last quarter: window." in long
+
+
+def timed(policy: str, frames: int, ms: float, *, dense: float, kernel: str = "triton", bounded: bool = False) -> Any:
+    config = {"model": "1.3B", "resolution": "480p", "precision": "bf16", "chunk_frames": 3, "stages": 4}
+    config |= {"densities": "assumed", "attention": "fa3", "sparse_attention": kernel, "policy": policy}
+    config |= {"bounded": bounded, "video_frames": frames, "blocks": "one, multiplied"}
+    peak = 2**30 * (1 if policy == "temp_cache" else frames)
+    numbers = {"chunk_ms": ms, "speedup": dense / ms, "peak_bytes": peak}
+    return [row(metric, value, **config) for metric, value in numbers.items()]
+
+
+def test_flatness_and_gains_are_counted_and_kernels_stay_apart(report: ModuleType, tmp_path: Path) -> None:
+    rows = [
+        *timed("dense", 69, 400, dense=400, bounded=True),
+        *timed("temp_cache", 69, 800, dense=400, bounded=True),
+        *timed("ann_sa", 69, 320, dense=400, bounded=True),
+        *timed("dense", 253, 1000, dense=1000),
+        *timed("temp_cache", 253, 1000, dense=1000),
+        *timed("dense", 3001, 9000, dense=9000),
+        *timed("temp_cache", 3001, 1250, dense=9000),
+    ]
+    kernels = [
+        *timed("dense", 253, 1100, dense=1100),
+        *timed("ann_sa", 253, 550, dense=1100),
+        *timed("ann_sa", 253, 2200, dense=1100, kernel="flex"),
+    ]
+    text = page(report, tmp_path, rows, kernels)
+    assert "changes so: dense +800.0 %, TempCache +25.0 % (asked: flat)" in text
+    assert "Speed-up at 3001: TempCache 7.20 (asked: 5;" in text
+    assert "the work of TempCache is the same at all lengths" in text
+    assert "1 of these settings were measured a second time, up to 10.0 % apart" in text
+    assert "vanish (below 1 is slower than dense): TempCache 0.50; these are left: AnnSA 1.25." in text
+    assert "| Triton | 1100 (1.00) | – | 550 (2.00) | – | – |" in text
+    assert "| FlexAttention | – | – | 2200 (0.50) | – | – |" in text
+    assert "| 253 | dense | 1000 | 1.00 |" in text  # not the 1100 of the kernels' run
+    assert "| 253 | AnnSA" not in text
+
+
+def test_a_cache_that_still_grows_is_not_called_full(report: ModuleType, tmp_path: Path) -> None:
+    rows = [*timed("all", 253, 1000, dense=2000), *timed("all", 3001, 1100, dense=5500)]
+    text = page(report, tmp_path, rows)
+    assert "all three +10.0 %" in text
+    assert "the same at all lengths" not in text
