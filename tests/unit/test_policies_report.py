@@ -75,6 +75,17 @@ def test_choices_are_compared_with_the_default_size_by_size(report: ModuleType, 
     assert "2 of 22 choices were measured. Least in the last quarter: window." in long
 
 
+def test_the_future_s_weight_is_compared_by_videos_and_by_attention(report: ModuleType, tmp_path: Path) -> None:
+    gains = {"window": 0.0, "future_forcing": 1.5, "future_only": -0.5}
+    rows = [line for name, gain in gains.items() for line in compared(name, gain)]
+    rows.append(row("late_error", 0.3, ci95=0.03, choice=DEFAULT, budget=9, captions=4, latents=81))
+    for name, error in {"future_forcing": 0.07, "future_only": 0.06}.items():
+        rows.append(row("attention_error", error, policy=name, budget=9, latents=81))
+    text = page(report, tmp_path, rows)
+    assert "+2.00 ± 0.71 dB at 9 (interval of independent samples)" in text  # hypot(0.5, 0.5)
+    assert "smaller with λ = 1 at budgets 9;" in text
+
+
 def timed(policy: str, frames: int, ms: float, *, dense: float, kernel: str = "triton", bounded: bool = False) -> Any:
     config = {"model": "1.3B", "resolution": "480p", "precision": "bf16", "chunk_frames": 3, "stages": 4}
     config |= {"densities": "assumed", "attention": "fa3", "sparse_attention": kernel, "policy": policy}
