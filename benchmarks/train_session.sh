@@ -5,7 +5,7 @@
 #   distill (default)  quality of the shipped model, a short training of the base as teacher, distillation, quality after it:
 #                      before.json, after.json, comparison.txt, and the new model in parts
 #   ablate             scripts/ablate_training.sh: ablation_*.json, ablation.txt
-#   vae                the decoder, with the sprites' boxes counting more: vae_before.json, vae_after.json, the autoencoder
+#   vae                the decoder, on crops around sprites and whole clips: vae_before.json, vae_after.json, the autoencoder
 #   sizes              seconds and memory of a step with 14B's LoRAs on frozen weights: sizes.json
 # A model in parts is a folder like flashforward_core/assets: cat OUT/distilled.tar.* | tar -x, then bench quality --assets distilled.
 # TESTS: GPU tests to run first, as pytest's -k (none). PYTHON chooses the interpreter; COMMIT what rows say was measured.
@@ -76,7 +76,7 @@ measure_vae() { # NAME: of what lies in the work folder
 vae() {
     core "shipped autoencoder" 100 train vae --out "$work" --init "$assets/vae" --steps 0 --held-out "${MEASURED:-128}"
     measure_vae before
-    core "decoder" "$((${VAE_S:-270} + 150))" train vae --out "$work" --init "$assets/vae" --decoder-only --box-weight 8 \
+    core "decoder" "$((${VAE_S:-270} + 150))" train vae --out "$work" --init "$assets/vae" --decoder-only \
         --scenes 1024 --steps 100000 --max-s "${VAE_S:-270}" --held-out "${MEASURED:-128}" ${VAE:-}
     pack vae "$work/vae"
     measure_vae after

@@ -34,6 +34,7 @@ from flashforward_core.train.rollout import layout_for
 from flashforward_core.train.samples import sample_video
 from flashforward_core.train.vae_train import (
     ClipPool,
+    Crops,
     VaeLoss,
     VaeStage,
     evaluate_vae,
@@ -69,19 +70,30 @@ VAE_STAGES = ((0.1, 1, 256), (0.25, 17, 16), (0.3, 49, 8), (0.35, 129, 3))
 autoencoder remembers: without them it drifts after the longest clip it has seen."""
 
 
-EVEN = 0.2  # at 0.2, a quarter of a decibel between frames pulls ten times as hard as what is left of the errors
+DECODER = VaeLoss(box=4.0, even=0.2)
+"""Of whole clips, for the decoder alone. At 0.2, a quarter of a decibel between frames pulls ten times as hard as what
+is left of the errors."""
+DECODER_CROPS = VaeLoss(box=8.0, first_frame=2.0)
 
 
-def _vae(args: argparse.Namespace, accelerator: Accelerator) -> None:
-    device = accelerator.device
-    if args.steps == 0:
-        if accelerator.is_main_process:
-            shutil.copytree(args.init, args.out / "vae", dirs_exist_ok=True)
-            _measure_vae(args, device)
-        return
+def _vae_stages(args: argparse.Namespace) -> list[VaeStage]:
+    """Return what to train the autoencoder on; the decoder alone has one stage of its own."""
+    if args.decoder_only:
+        crops = Crops(size=args.crops, frames=33, batch=3 * args.clips, loss=DECODER_CROPS) if args.crops else None
+        return [
+            VaeStage(
+                frames=VAE_STAGES[-1][1],
+                batch=max(1, args.clips // 2),
+                steps=args.steps,
+                lr=args.lr / 3,
+                max_s=args.max_s,
+                loss=DECODER,
+                crops=crops,
+            )
+        ]
     chosen = VAE_STAGES if args.init is None else VAE_STAGES[-1:]
     whole = sum(share for share, _, _ in chosen)
-    stages = [
+    return [
         VaeStage(
             frames=frames,
             batch=max(1, clips * args.clips // 8),
@@ -91,11 +103,20 @@ def _vae(args: argparse.Namespace, accelerator: Accelerator) -> None:
         )
         for share, frames, clips in chosen
     ]
+
+
+def _vae(args: argparse.Namespace, accelerator: Accelerator) -> None:
+    device = accelerator.device
+    if args.steps == 0:
+        if accelerator.is_main_process:
+            shutil.copytree(args.init, args.out / "vae", dirs_exist_ok=True)
+            _measure_vae(args, device)
+        return
+    stages = _vae_stages(args)
     vae = new_vae() if args.init is None else load_vae(args.init, device)
     if args.decoder_only:
         freeze_encoder(vae)
-    loss = VaeLoss(even=EVEN if args.decoder_only else 0.0, box=args.box_weight)
-    pool = ClipPool(_seeds(args.scenes, accelerator), chosen[-1][1] + 16, device=device)
+    pool = ClipPool(_seeds(args.scenes, accelerator), stages[-1].frames + 16, device=device)
     vae = train_vae(
         vae,
         stages,
@@ -104,7 +125,6 @@ def _vae(args: argparse.Namespace, accelerator: Accelerator) -> None:
         accelerator=accelerator,
         seed=args.seed,
         as_conv2d=False,
-        loss=loss,
     )
     if accelerator.is_main_process:
         vae = vae.eval().float()

@@ -10,6 +10,8 @@ import yaml
 
 from flashforward_core.model.config import MODELS
 from flashforward_core.model.roles import TARGETS
+from flashforward_core.scenes import HEIGHT
+from flashforward_core.specs import SPATIAL_FACTOR
 from flashforward_core.train.folder import captioned_videos
 from flashforward_core.train.wan import check_folder
 
@@ -42,6 +44,10 @@ SETTABLE = ("steps", "clips", "lr", *DEFAULTS)
 
 SIZES = {"embedded": (192, 128), "1.3B": (832, 480), "14B": (832, 480)}
 """Width and height of the clips, by model."""
+
+
+CROPS = 64
+"""Side of the crops around sprites, in pixels: a sprite fits in with some of what is around it."""
 
 
 def preset_names() -> list[str]:
@@ -85,6 +91,8 @@ def complete(args: argparse.Namespace) -> None:
     for name in SETTABLE:
         if getattr(args, name) is None:
             setattr(args, name, values[name])
+    if args.crops is None and args.decoder_only:
+        args.crops = CROPS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,9 +125,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clip-latents", type=int, default=81, help="latent frames of the clips in --data (81)")
     parser.add_argument("--scenes", type=int, default=4096, help="procedural scenes to train on")
     parser.add_argument("--held-out", type=int, default=512, help="scenes that the autoencoder is measured on")
-    parser.add_argument("--decoder-only", action="store_true", help="vae: keep --init's encoder; even the frames out")
     parser.add_argument(
-        "--box-weight", type=float, default=1.0, metavar="W", help="vae: errors in the sprites' boxes count W times (1)"
+        "--decoder-only",
+        action="store_true",
+        help="vae: keep --init's encoder; crops sharpen the sprites, whole clips even the frames out",
+    )
+    parser.add_argument(
+        "--crops",
+        type=int,
+        metavar="PIXELS",
+        help=f"with --decoder-only: side of the crops, a multiple of 8; 0 trains on whole clips alone ({CROPS})",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-s", type=float, default=math.inf, help="stop after this many seconds of training")
@@ -163,10 +178,11 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"lr={args.lr} is not finite; use lr=1e-4")
     if args.decoder_only and (args.step != "vae" or args.init is None):
         raise ValueError("decoder_only=True is for train vae with --init; name the autoencoder whose encoder to keep")
-    if not 1 <= args.box_weight < math.inf:
-        raise ValueError(f"box_weight={args.box_weight} is below 1 or not finite; use box_weight=8, or 1 for none")
-    if args.box_weight > 1 and args.step != "vae":
-        raise ValueError(f"box_weight={args.box_weight} is for train vae; leave it out for train {args.step}")
+    if args.crops is not None and not args.decoder_only:
+        raise ValueError(f"crops={args.crops} is for train vae with decoder_only=True; leave it out, or add that")
+    if args.crops and (not 16 <= args.crops <= HEIGHT or args.crops % SPATIAL_FACTOR):
+        sizes = f"multiple of {SPATIAL_FACTOR} from 16 to {HEIGHT}"
+        raise ValueError(f"crops={args.crops} is no {sizes}; use crops={CROPS}, or 0 for none")
     if args.data is not None:
         if args.step == "vae":
             raise ValueError(

@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,8 +12,8 @@ from accelerate import Accelerator
 from diffusers import AutoencoderKLWan
 from torch import Tensor, nn
 
-from flashforward_core.scenes import sample_scene
-from flashforward_core.specs import TEMPORAL_FACTOR
+from flashforward_core.scenes import HEIGHT, WIDTH, sample_scene
+from flashforward_core.specs import SPATIAL_FACTOR, TEMPORAL_FACTOR
 from flashforward_core.train.loop import LoopConfig, train
 from flashforward_core.train.synthetic import classify_colours, render_scene, sprite_boxes
 from flashforward_core.train.vae_whole import decode_whole, encode_moments_whole
@@ -35,26 +36,61 @@ def new_vae() -> AutoencoderKLWan:
 
 
 class ClipPool:
-    """Procedural clips drawn once and kept as bytes on the device; a sample is a random window of a random clip."""
+    """Procedural clips drawn once and kept as bytes on the device; a sample is a random window of a random clip.
+
+    Samples are video [B, 3, F, H, W] in -1..1 and marks [B, 1, F, H, W]: 1 in the sprites' boxes, 2 on sprites.
+    """
 
     def __init__(self, seeds: Sequence[int], frames: int, *, device: torch.device) -> None:
-        self.video = torch.empty(len(seeds), 3, frames, 128, 192, dtype=torch.uint8, device=device)
-        self.marks = torch.empty(len(seeds), 1, frames, 128, 192, dtype=torch.uint8, device=device)
+        self.video = torch.empty(len(seeds), 3, frames, HEIGHT, WIDTH, dtype=torch.uint8, device=device)
+        self.marks = torch.empty(len(seeds), 1, frames, HEIGHT, WIDTH, dtype=torch.uint8, device=device)
         for row, seed in enumerate(seeds):
             video, masks = render_scene(sample_scene(seed, anytime=True), frames, device=device)
             self.video[row] = ((video + 1) * 127.5).round().clamp(0, 255).byte()
             self.marks[row, 0] = sprite_boxes(masks).byte() + (masks.amax(0) > 0.1).byte()
 
     def sample(self, count: int, frames: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return video [B, 3, F, H, W] in -1..1 and marks [B, 1, F, H, W]: 1 in the sprites' boxes, 2 on sprites."""
+        """Return ``count`` windows of ``frames`` whole frames."""
+        rows, times = self._windows(count, frames, generator)
+        video = self.video.transpose(1, 2)[rows, times].transpose(1, 2)
+        marks = self.marks.transpose(1, 2)[rows, times].transpose(1, 2)
+        return video.float() / 127.5 - 1, marks
+
+    def crops(self, count: int, frames: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return squares of ``size`` pixels, a multiple of 8, out of ``count`` windows, each around a sprite.
+
+        Its middle is a random place in a box that a sprite has at some time, or any place where no sprite shows, as
+        nearly as the latents' grid and the frame's edges allow.
+        """
+        rows, times = self._windows(count, frames, generator)
+        seen = (self.marks[rows, 0, times[:, ::SEEN_EVERY]] > 0).any(1)
+        # random numbers below 1, and 1 more where sprites are: the largest is a fair draw without asking the host
+        drawn = seen + torch.rand(seen.shape, generator=generator, device=seen.device)
+        middle = drawn.flatten(1).argmax(1, keepdim=True)
+        y = _crop(middle // WIDTH, size, of=HEIGHT).view(-1, 1, size, 1)
+        x = _crop(middle % WIDTH, size, of=WIDTH).view(-1, 1, 1, size)
+        places = (rows[..., None, None], times[..., None, None], y, x)
+        video, marks = (
+            clips.permute(0, 2, 3, 4, 1)[places].permute(0, 4, 1, 2, 3) for clips in (self.video, self.marks)
+        )
+        return video.float() / 127.5 - 1, marks
+
+    def _windows(self, count: int, frames: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Draw clips [B, 1] and their consecutive frames [B, F]."""
         clips, _, length = self.video.shape[:3]
         device = self.video.device
         rows = torch.randint(clips, (count, 1), generator=generator, device=device)
         starts = torch.randint(length - frames + 1, (count, 1), generator=generator, device=device)
-        times = starts + torch.arange(frames, device=device)
-        video = self.video.transpose(1, 2)[rows, times].transpose(1, 2)
-        marks = self.marks.transpose(1, 2)[rows, times].transpose(1, 2)
-        return video.float() / 127.5 - 1, marks
+        return rows, starts + torch.arange(frames, device=device)
+
+
+SEEN_EVERY = 8  # frames between those in which sprites are looked for: they move by a few pixels meanwhile
+
+
+def _crop(middle_B1: Tensor, size: int, *, of: int) -> Tensor:
+    """Return the ``size`` rows or columns [B, size] out of ``of`` around each middle, on the latents' grid."""
+    first = (middle_B1 - size // 2 + SPATIAL_FACTOR // 2) // SPATIAL_FACTOR * SPATIAL_FACTOR
+    return first.clamp(0, of - size) + torch.arange(size, device=middle_B1.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +112,7 @@ class VaeLoss:
     """Weight of frames' differences in dB, where better ones give way to worse ones (``by_place_and_age``)."""
 
     def pixels(self, marks: Tensor) -> Tensor:
-        """Return each pixel's weight, 1 on average, from marks [B, 1, F, H, W] as of ``ClipPool.sample``."""
+        """Return each pixel's weight, 1 on average, from marks [B, 1, F, H, W] as of ``ClipPool``."""
         weight = (1 + self.sprite * (marks == 2)) * torch.where(marks > 0, self.box, 1.0)
         weight[:, :, 0] *= self.first_frame
         return weight / weight.mean()
@@ -103,17 +139,15 @@ def by_place_and_age(error_BCFHW: Tensor) -> Tensor:
 class VaeStep(nn.Module):
     """Reconstruct a batch of clips and score it; a frozen encoder stays as it is, for models that know its latents."""
 
-    def __init__(self, vae: AutoencoderKLWan, weights: VaeLoss, *, as_conv2d: bool, autocast: bool) -> None:
+    def __init__(self, vae: AutoencoderKLWan, *, as_conv2d: bool, autocast: bool) -> None:
         super().__init__()
         self.vae = vae
-        self.weights = weights
         self.as_conv2d = as_conv2d
         self.autocast = autocast
         self.register_buffer("differences", torch.zeros(len(SETTLED), TEMPORAL_FACTOR))
 
-    def forward(self, video: Tensor, marks: Tensor, noise: Tensor) -> dict[str, Tensor]:
-        """Return the losses; ``marks`` as of ``ClipPool.sample``, ``noise`` [B, 16, f, h, w] samples the posterior."""
-        w = self.weights
+    def forward(self, video: Tensor, marks: Tensor, noise: Tensor, weights: VaeLoss) -> dict[str, Tensor]:
+        """Return the losses; ``marks`` as of ``ClipPool``, ``noise`` [B, 16, f, h, w] samples the posterior."""
         with torch.autocast(video.device.type, torch.bfloat16, enabled=self.autocast):
             moments = encode_moments_whole(self.vae, video, as_conv2d=self.as_conv2d)
             mean, log_var = moments.float().chunk(2, dim=1)
@@ -121,18 +155,18 @@ class VaeStep(nn.Module):
             z = mean + torch.exp(0.5 * log_var) * noise
             out = decode_whole(self.vae, z, as_conv2d=self.as_conv2d).float()
         kl = 0.5 * (mean**2 + log_var.exp() - 1 - log_var).mean()
-        weight = w.pixels(marks)
+        weight = weights.pixels(marks)
         error = out - video
         rows = (out.diff(dim=3) - video.diff(dim=3)).abs().mean()
         columns = (out.diff(dim=4) - video.diff(dim=4)).abs().mean()
-        loss = (weight * (error.abs() + w.mse * error**2)).mean() + w.gradient * (rows + columns)
-        if w.even > 0:
-            loss = loss + w.even * self._unevenness(error)
+        loss = (weight * (error.abs() + weights.mse * error**2)).mean() + weights.gradient * (rows + columns)
+        if weights.even > 0:
+            loss = loss + weights.even * self._unevenness(error)
         mse = (error**2).mean()
         sprite = marks == 2
         sprite_mse = (error**2 * sprite).sum() / (3 * sprite.sum()).clamp(min=1)
         return {
-            "loss": loss + w.kl * kl,
+            "loss": loss + weights.kl * kl,
             "psnr": decibels(mse),
             "sprite_psnr": decibels(sprite_mse),
             "kl": kl,
@@ -149,14 +183,42 @@ class VaeStep(nn.Module):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Crops:
+    """Batches of squares around sprites, which take two steps of three; whole clips take the third."""
+
+    size: int
+    """Pixels of a square's side, a multiple of 8 and no more than a frame's height."""
+    frames: int
+    """Video frames per square."""
+    batch: int
+    """Squares per process."""
+    loss: VaeLoss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VaeStage:
-    """One stage: clips of ``frames`` video frames, ``batch`` of them per process."""
+    """One stage: whole clips of ``frames`` video frames, ``batch`` of them per process; between them ``crops``."""
 
     frames: int
     batch: int
     steps: int
     lr: float
     max_s: float
+    loss: VaeLoss = VaeLoss()
+    """Of whole clips."""
+    crops: Crops | None = None
+
+    def draw(self, pool: ClipPool, generator: torch.Generator, step: int) -> tuple[Tensor, Tensor, Tensor, VaeLoss]:
+        """Return what ``VaeStep`` takes at ``step``: video, marks, noise and the loss's weights."""
+        if self.crops is not None and step % 3 > 0:
+            video, marks = pool.crops(self.crops.batch, self.crops.frames, self.crops.size, generator)
+            loss = self.crops.loss
+        else:
+            video, marks = pool.sample(self.batch, self.frames, generator)
+            loss = self.loss
+        count, _, frames, height, width = video.shape
+        size = (count, 16, (frames - 1) // TEMPORAL_FACTOR + 1, height // SPATIAL_FACTOR, width // SPATIAL_FACTOR)
+        return video, marks, torch.randn(size, generator=generator, device=video.device), loss
 
 
 def train_vae(
@@ -168,22 +230,15 @@ def train_vae(
     accelerator: Accelerator,
     seed: int,
     as_conv2d: bool,
-    loss: VaeLoss = VaeLoss(),
 ) -> AutoencoderKLWan:
     """Run the stages one after the other, each from the averaged weights of the one before."""
     cuda = accelerator.device.type == "cuda"
     for number, stage in enumerate(stages):
-        step = VaeStep(vae, loss, as_conv2d=as_conv2d, autocast=cuda)
-
-        def batch(generator: torch.Generator, _: int, stage: VaeStage = stage) -> tuple[Tensor, ...]:
-            video, marks = pool.sample(stage.batch, stage.frames, generator)
-            size = (stage.batch, 16, (stage.frames - 1) // 4 + 1, 16, 24)
-            return video, marks, torch.randn(size, generator=generator, device=accelerator.device)
-
         config = LoopConfig(
             out=out / f"stage{number}", steps=stage.steps, lr=stage.lr, max_s=stage.max_s, seed=seed + number
         )
-        vae = train(step, config, accelerator=accelerator, batch=batch).vae
+        step = VaeStep(vae, as_conv2d=as_conv2d, autocast=cuda)
+        vae = train(step, config, accelerator=accelerator, batch=partial(stage.draw, pool)).vae
     return vae
 
 

@@ -10,7 +10,7 @@ import torch
 from flashforward_core.cli import main
 from flashforward_core.model.config import MODELS
 from flashforward_core.model.loading import ASSETS
-from flashforward_core.train.command import STEPS
+from flashforward_core.train.command import STEPS, _vae_stages
 from flashforward_core.train.options import HELP, PARTIAL, add_arguments, complete, preset_names, read_preset
 from flashforward_core.train.samples import sample_video
 
@@ -40,6 +40,16 @@ def test_a_preset_gives_what_the_command_line_leaves_out() -> None:
     assert (args.model, args.steps, args.lr, args.checkpoint_blocks) == ("1.3B", 1800, 3e-5, False)
     plain = completed("sft")
     assert (plain.model, plain.steps, plain.rank, plain.accumulate, plain.frozen) == ("embedded", 4000, 8, 1, False)
+
+
+def test_the_decoder_alone_has_a_stage_with_crops_as_documented() -> None:
+    alone = ("vae", "--init", str(ASSETS / "vae"), "--decoder-only")
+    (stage,) = _vae_stages(completed(*alone))
+    assert (stage.frames, stage.batch, stage.lr, stage.loss.box) == (129, 4, pytest.approx(1e-3), 4.0)
+    assert stage.crops is not None and stage.loss.even > 0 == stage.crops.loss.even
+    assert (stage.crops.size, stage.crops.frames, stage.crops.batch, stage.crops.loss.box) == (64, 33, 24, 8.0)
+    assert _vae_stages(completed(*alone, "--crops", "0"))[0].crops is None
+    assert all(stage.crops is None for stage in _vae_stages(completed("vae")))
 
 
 def test_the_paper_s_batch_is_128_clips() -> None:
@@ -73,8 +83,11 @@ def test_presets_that_are_off_are_named(tmp_path: Path, text: str, said: str) ->
         (["sft", "--rank", "-1"], "rank=-1 is below 0"),
         (["vae", "--seed", "9" * 30], "seed=999999999999999999999999999999 is outside 0 to 1048575"),
         (["sft", "--latents", "200"], "latents=200 is outside 21 to 81"),
-        (["vae", "--box-weight", "0.5"], "box_weight=0.5 is below 1 or not finite; use box_weight=8"),
-        (["sft", "--box-weight", "8"], "box_weight=8.0 is for train vae; leave it out for train sft"),
+        (["vae", "--crops", "64"], "crops=64 is for train vae with decoder_only=True; leave it out, or add that"),
+        (
+            ["vae", "--init", str(ASSETS / "vae"), "--decoder-only", "--crops", "60"],
+            "crops=60 is no multiple of 8 from 16 to 128; use crops=64, or 0 for none",
+        ),
         (["distill", "--critic-rank", "-2"], "critic_rank=-2 is below 0; use critic_rank=64"),
         (["vae", "--shard"], "shard=True is for base, sft and distill"),
         (["vae", "--data", "."], "data=. is for base, sft and distill"),
