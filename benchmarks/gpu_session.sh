@@ -60,7 +60,7 @@ large_model() { bench "$1" "$2" --model "$3" --resolution 480p --precision "$4" 
 
 part() {
     case "$1" in
-    tests) tested "tests" 120 "not compiled" ;;
+    tests) tested "tests" 150 "not compiled" ;;
     tests_compiled) tested "tests of compiled blocks" 120 "compiled" ;;
     tests_async)
         PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync PYTORCH_ALLOC_CONF=backend:cudaMallocAsync \
@@ -76,8 +76,8 @@ part() {
         large_model "1.3B, two as one" 100 1.3B bf16 --latents 48 --devices $one --metrics batched_ms --fit
         ;;
     layouts) # launches, captures and first runs apart from later ones: why a layout takes longer than simulated
-        large_model "1.3B on two devices" 200 1.3B bf16 --attention cudnn $fa3 --latents 81 --devices ${both:-$one} \
-            --metrics rollout_s --layouts prelude interleaved --repeats 3
+        large_model "1.3B on two devices" 200 1.3B bf16 --attention cudnn $fa3 --latents 81 --devices $one $both \
+            --metrics rollout_s --layouts auto prelude --repeats 2 --fit
         ;;
     short) # 5-second clips
         large_model "1.3B, 5 seconds" 90 1.3B bf16 --latents 21 --devices $one $both --metrics rollout_s \

@@ -204,7 +204,9 @@ def _one_rollout(bench: Bench, spec: RolloutSpec, *, devices: str, layout: str) 
 def _add_launches(bench: Bench, timed: Timed, **config: Any) -> None:
     """File how long the lanes' threads were launching forwards, all together, and what may have held them up."""
     lanes = timed.result.timeline.launches
-    counts = {name: sum(getattr(lane, name) for lane in lanes) for name in ("eager", "recorded", "replayed")}
+    counts = {
+        name: sum(getattr(lane, name) for lane in lanes) for name in ("eager", "recorded", "replayed", "in_parts")
+    }
     found = {"waited_s": sum(lane.waited_s for lane in lanes), "compilations": timed.compilations}
     total = sum(lane.launching_s for lane in lanes)
     bench.book.add("launching_s", total, "s", **config, **counts, **found, first_s=timed.first_s)

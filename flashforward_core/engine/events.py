@@ -39,6 +39,8 @@ class Launches:
     """Forwards launched piece by piece and recorded."""
     replayed: int = 0
     """Forwards repeated from a recording, by one launch."""
+    in_parts: int = 0
+    """Forwards whose blocks were repeated from recordings, by a few launches each."""
     waited_s: float = 0.0
     """Seconds that the lane's thread waited for the others' turns."""
     launching_s: float = 0.0

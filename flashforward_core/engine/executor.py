@@ -13,7 +13,7 @@ from .budget import Fit
 from .cost import rounds
 from .events import Event, TaskFinished, TaskSpan
 from .forward import FastOptions
-from .lanes import CallerLane, Signals, open_lanes
+from .lanes import IDLE_S, CallerLane, Signals, open_lanes
 from .ops import RunInputs
 from .placement import Placement
 from .replicas import device_of
@@ -174,9 +174,10 @@ def _step(
     """
     parents = [parent.id for task in tasks for parent in run.graph.parents(task)]
     here = run.states[lane].lane
-    if not signals.are_finished(parents):
-        here.settle()  # deliver what is done while there is nothing to launch
-    if not signals.wait(parents):
+    # While there is nothing to launch, what is done is delivered; waiting for the device would have it run dry.
+    while (ready := signals.wait(parents, most_s=IDLE_S if here.deliver() else None)) is None:
+        pass
+    if not ready:
         return
     try:
         if before_task is not None:

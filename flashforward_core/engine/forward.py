@@ -20,11 +20,12 @@ from ..kv.pages import View
 from ..kv.policies import PolicyView
 from ..kv.sparse import SparseForward
 from ..model.attention import AttentionBackend
-from ..model.compiled import compiled_parts
+from ..model.compiled import WRITING, compiled_parts
 from ..model.transformer import BlockParts, CausalWanTransformer, KVContext, TextContext
 from .events import Launches
-from .graphs import CudaRecorder, Inputs, Recordings, Rerun
+from .graphs import CudaRecorder, Inputs, Recorder, Recordings, Rerun
 from .pair_view import PairView
+from .recorded_parts import RecordedParts
 from .transfer import stream_for
 
 CHOICES = ("auto", "on", "off")
@@ -63,14 +64,26 @@ class FastOptions:
         return self.graphs == "on" or (self.graphs == "auto" and device.type == "cuda" and cuda_lanes > 1)
 
 
-Kind = Hashable
-"""Forwards of one kind differ in values only, not in shapes or in which memory they use."""
+Kind = tuple[Role | None, int, tuple[str, int, Hashable]]
+"""Role, prompt, and memory in use (bank, own latent frames, ranges). One kind's forwards differ in values only."""
 
 
 def kind_of(task: ForwardTask, view: View | BankView, *, prompt: int) -> Kind:
     """Return what one recording can serve."""
     place = view.kind if isinstance(view, BankView) else (view.own.bank, view.own.frames, view.ranges)
     return (task.role, prompt, place)
+
+
+MIN_USES = 4
+"""Recording a role's parts takes about as long as launching two forwards."""
+
+
+def _worth_recording(uses: Counter[Kind]) -> dict[tuple[Role | None, int], RecordedParts | None]:
+    """Return the roles and numbers of latent frames whose parts to record, without the recordings."""
+    sizes: Counter[tuple[Role | None, int]] = Counter()
+    for (role, _, (_, frames, _)), count in uses.items():
+        sizes[role, frames] += count
+    return {size: None for size, count in sizes.items() if count >= MIN_USES}
 
 
 class Forwarder:
@@ -83,15 +96,21 @@ class Forwarder:
         *,
         device: torch.device,
         compiles: bool = False,
-        recordings: Recordings | None = None,
+        recorder: Recorder | None = None,
+        uses: Counter[Kind] | None = None,
         turn: contextlib.AbstractContextManager[Any] | None = None,
     ) -> None:
-        """``turn`` is held while a forward is launched: lanes that record take turns."""
+        """With ``recorder`` forwards are recorded, whole or in parts; ``uses`` says how often each kind will run.
+
+        ``turn`` is held while a forward is launched: lanes that record take turns.
+        """
         self._models = models
         self._attention = attention
         self._device = device
         self._compiles = compiles
-        self._recordings = recordings
+        self._recorder = recorder
+        self._recordings = None if recorder is None else Recordings(recorder, uses or Counter())
+        self._recorded_parts = {} if recorder is None else _worth_recording(uses or Counter())
         self._turn = turn or contextlib.nullcontext()
         self.launches = Launches()
 
@@ -150,25 +169,45 @@ class Forwarder:
 
     def _run(self, task: ForwardTask, inputs: Inputs, compute: Callable[..., Tensor], prompt: int, view: Any) -> Tensor:
         recordings = self._recordings
-        indexed = view.indexed() if recordings is not None and isinstance(view, BankView) else None
-        if recordings is None or indexed is None:
+        if recordings is None or not isinstance(view, BankView):
             return self._eager(inputs, compute, view)
-        kind = kind_of(task, view, prompt=prompt)
-        if recordings.pays(kind):
+        kind, indexed = kind_of(task, view, prompt=prompt), view.indexed()
+        if indexed is not None and recordings.pays(kind):
             self.launches.replayed += recordings.has(kind)
             self.launches.recorded += not recordings.has(kind)
             v = recordings.velocity(kind, inputs, indexed, compute)
         else:
-            v = self._eager(inputs, compute, view)
+            v = self._in_parts(task, inputs, compute, view)
         recordings.count(kind)
         return v
+
+    def _in_parts(self, task: ForwardTask, inputs: Inputs, compute: Callable[..., Tensor], view: Any) -> Tensor:
+        """Launch with recorded parts, if forwards of this role and size recur."""
+        assert task.role is not None and self._recorder is not None
+        key = task.role, inputs.x_BCFHW.shape[2]
+        if key not in self._recorded_parts:
+            return self._eager(inputs, compute, view)
+        found = self._recorded_parts[key]
+        if found is None:
+            size = tuple(inputs.x_BCFHW.shape)
+            parts = compiled_parts(self._device, task.role, size, parts=WRITING) if self._compiles else WRITING
+            found = self._recorded_parts[key] = RecordedParts(parts, self._recorder)
+        self.launches.in_parts += 1
+        return compute(inputs, view, parts=found.parts)
 
     def _eager(self, inputs: Inputs, compute: Callable[..., Tensor], view: Any) -> Tensor:
         self.launches.eager += 1
         return compute(inputs, view)
 
     def _compute(
-        self, task: ForwardTask, inputs: Inputs, view: KVContext, *, text: TextContext, sparse: SparseForward | None
+        self,
+        task: ForwardTask,
+        inputs: Inputs,
+        view: KVContext,
+        *,
+        text: TextContext,
+        sparse: SparseForward | None,
+        parts: BlockParts | None = None,
     ) -> Tensor:
         assert task.role is not None
         attend = self._attention.attend
@@ -183,7 +222,7 @@ class Forwarder:
             kv=view,
             self_attend=self_attend,
             cross_attend=attend if sparse is None else sparse.cross_attend,
-            parts=self._parts(task.role, inputs.x_BCFHW),
+            parts=parts or self._parts(task.role, inputs.x_BCFHW),
         )
         return v
 
@@ -192,6 +231,9 @@ class Forwarder:
 
     def free(self) -> None:
         """Drop recordings; only when the device has finished."""
+        for parts in self._recorded_parts.values():
+            if parts is not None:
+                parts.free()
         if self._recordings is not None:
             self._recordings.free()
 
@@ -211,10 +253,12 @@ class Forwarders:
         self, models: Mapping[Role, CausalWanTransformer], attention: AttentionBackend, *, device: torch.device
     ) -> Forwarder:
         """Return a forwarder for a lane on ``device``. On a CPU recordings run their forward again."""
-        recordings = turn = None
+        recorder: Recorder | None = None
+        turn = None
         if self._options.records(device, cuda_lanes=self._cuda_lanes):
             name = f"recording {next(self._count)}"
-            recorder = CudaRecorder(stream_for(device, name)) if device.type == "cuda" else Rerun()
-            recordings, turn = Recordings(recorder, self._uses), self._lock
+            recorder, turn = CudaRecorder(stream_for(device, name)) if device.type == "cuda" else Rerun(), self._lock
         compiles = self._options.compiles(device)
-        return Forwarder(models, attention, device=device, compiles=compiles, recordings=recordings, turn=turn)
+        return Forwarder(
+            models, attention, device=device, compiles=compiles, recorder=recorder, uses=self._uses, turn=turn
+        )

@@ -7,7 +7,7 @@ fixed, so each needs a recording of its own.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -32,8 +32,8 @@ Velocity = Callable[["Inputs", Any], Tensor]
 class Recorder(Protocol):
     """Turns a body into something that does the same again on the same memory."""
 
-    def record(self, body: Body) -> Body:
-        """Run ``body`` once and return what repeats it."""
+    def record(self, body: Body, *, run: bool = True) -> Body:
+        """Run ``body`` once and return what repeats it. Without ``run`` only record it: its like has run before."""
         ...
 
     def free(self) -> None:
@@ -44,8 +44,9 @@ class Recorder(Protocol):
 class Rerun:
     """Repeats a body by running it again: what recordings do, on any device, for tests."""
 
-    def record(self, body: Body) -> Body:
-        body()
+    def record(self, body: Body, *, run: bool = True) -> Body:
+        if run:
+            body()
         return body
 
     def free(self) -> None:
@@ -62,13 +63,16 @@ class CudaRecorder:
         self._stream = stream
         self._graphs: list[Any] = []
 
-    def record(self, body: Body) -> Body:
+    def record(self, body: Body, *, run: bool = True) -> Body:
         lane = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(lane)
+        if run:
+            self._stream.wait_stream(lane)
         with torch.cuda.stream(self._stream):
-            body()  # the real thing, and the warm-up: kernels load and libraries take their workspace
+            if run:
+                body()  # the real thing, and the warm-up: kernels load and libraries take their workspace
             repeat = or_rerun(self._capture, body)
-        lane.wait_stream(self._stream)
+        if run:
+            lane.wait_stream(self._stream)
         return repeat
 
     def _capture(self, body: Body) -> Body:
@@ -142,9 +146,9 @@ class _Recording:
 class Recordings:
     """One lane's recordings, by kind of forward. ``uses`` says how often each kind is going to run."""
 
-    def __init__(self, recorder: Recorder, uses: Counter[Hashable]) -> None:
+    def __init__(self, recorder: Recorder, uses: Mapping[Any, int]) -> None:
         self._recorder = recorder
-        self._left = Counter(uses)
+        self._left: Counter[Hashable] = Counter(uses)
         self._made: dict[Hashable, _Recording] = {}
 
     def has(self, kind: Hashable) -> bool:

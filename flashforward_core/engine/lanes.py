@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 Work = Callable[[], None]
 
+IDLE_S = 0.002  # how long a lane with nothing to launch waits before it looks what its device has done
+
 OTHER_DEVICES = "mps|xpu|npu|mlu|privateuseone"  # PyTorch's names for devices that no lane runs on
 
 
@@ -51,8 +53,8 @@ class Lane(Protocol):
         """
         ...
 
-    def settle(self) -> None:
-        """Wait for the device and run everything deferred. Only for work of this lane."""
+    def deliver(self) -> bool:
+        """Run what is deferred and has come to pass, without waiting; return whether more is. Only for its own work."""
         ...
 
     def close(self) -> None:
@@ -117,17 +119,12 @@ class Signals:
             self._stopped = True
             self._changed.notify_all()
 
-    def are_finished(self, keys: Iterable[Hashable]) -> bool:
-        """Return whether a wait for ``keys`` would end at once."""
-        with self._changed:
-            return self._stopped or set(keys) <= self._finished
-
-    def wait(self, keys: Iterable[Hashable]) -> bool:
-        """Wait until all ``keys`` are finished; return whether to go on."""
+    def wait(self, keys: Iterable[Hashable], *, most_s: float | None = None) -> bool | None:
+        """Wait until all ``keys`` are finished; return whether to go on, None when ``most_s`` is over before that."""
         needed = set(keys)
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or needed <= self._finished)
-            return not self._stopped
+            ended = self._changed.wait_for(lambda: self._stopped or needed <= self._finished, most_s)
+            return not self._stopped if ended else None
 
 
 class CallerLane:
@@ -146,8 +143,8 @@ class CallerLane:
         mark.wait()
         work()
 
-    def settle(self) -> None:
-        pass
+    def deliver(self) -> bool:
+        return False
 
     def close(self) -> None:
         pass
@@ -177,9 +174,11 @@ class ThreadLane:
         self._deferred.append((mark, work))
         self._catch_up(self._lookahead)
 
-    def settle(self) -> None:
+    def deliver(self) -> bool:
         self._check_thread()
-        self._catch_up(0)
+        while self._deferred and _has_passed(self._deferred[0][0]):
+            self._deferred.popleft()[1]()
+        return bool(self._deferred)
 
     def close(self) -> None:
         if self._pool is None:
@@ -207,10 +206,16 @@ class ThreadLane:
             for work in iter(self._work.get, None):
                 work()
                 if self._work.empty():
-                    self.settle()
-            self.settle()
+                    self._catch_up(0)
+            self._catch_up(0)
             with contextlib.suppress(RuntimeError):  # as above
                 self.ops.mark().wait()  # a task that failed on the way may have left work on the device
+
+
+def _has_passed(mark: Mark) -> bool:
+    with contextlib.suppress(RuntimeError):  # of a failed device: it fails again for who looks at the results
+        return mark.passed()
+    return True
 
 
 def _thread_for(device: torch.device, name: str) -> ThreadPoolExecutor:

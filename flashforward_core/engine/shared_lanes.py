@@ -10,7 +10,7 @@ from ..graph.task import ForwardTask
 from .dispatch import Dispatcher
 from .events import Event
 from .executor import task_failed
-from .lanes import Lane
+from .lanes import IDLE_S, Lane
 from .run import Launched, Run
 
 NO_ROLLOUT = -1
@@ -98,24 +98,26 @@ class SharedLanes:
                 self._changed.notify_all()
 
     def _next(self, lane: int) -> tuple[int, Run, ForwardTask] | None:
-        taken = self._take(lane, wait=False)
-        if taken is None and not self._stopped:
-            self.lanes[lane].settle()  # deliver what is done while there is nothing to launch
-            taken = self._take(lane, wait=True)
-        return taken
-
-    def _take(self, lane: int, *, wait: bool) -> tuple[int, Run, ForwardTask] | None:
-        with self._changed:
-            while not self._stopped:
-                taken = self._dispatcher.take(lane)
-                if taken is not None:
-                    number, task = taken
-                    self._running[number] += 1
-                    return number, self._runs[number], task
-                if not wait:
-                    break
-                self._changed.wait()
+        """Return what to launch next, None at the end; deliver what is done while there is nothing."""
+        while not self._stopped:
+            most_s = IDLE_S if self.lanes[lane].deliver() else None
+            taken = self._take(lane, most_s=most_s)
+            if taken is not None:
+                return taken
         return None
+
+    def _take(self, lane: int, *, most_s: float | None) -> tuple[int, Run, ForwardTask] | None:
+        """Return a task for ``lane``, after waiting once, for ``most_s`` at most, when there is none yet."""
+        with self._changed:
+            taken = self._dispatcher.take(lane)
+            if taken is None and not self._stopped:
+                self._changed.wait(most_s)
+                taken = self._dispatcher.take(lane)
+            if taken is None or self._stopped:
+                return None
+            number, task = taken
+            self._running[number] += 1
+            return number, self._runs[number], task
 
     def _complete(self, number: int, run: Run, launched: Launched) -> None:
         """Deliver a task that its device has done. Never raises."""

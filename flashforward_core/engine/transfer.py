@@ -27,6 +27,10 @@ class Mark(Protocol):
         """When the device came past it, on the clock of ``time.perf_counter``; only after ``wait``."""
         ...
 
+    def passed(self) -> bool:
+        """Return whether the device has come past it, without waiting; raise what the device has met."""
+        ...
+
     def wait(self) -> None:
         """Block the calling thread until the device has come past it."""
         ...
@@ -61,6 +65,9 @@ class HostMark:
     """A point that has passed: a CPU has done what it was asked when the call returns."""
 
     time_s: float
+
+    def passed(self) -> bool:
+        return True
 
     def wait(self) -> None:
         pass
@@ -97,6 +104,10 @@ class CudaMark:
     def time_s(self) -> float:
         elapsed: float = self.zero.elapsed_time(self.event)
         return self.zero_s + elapsed / 1000
+
+    def passed(self) -> bool:
+        done: bool = self.event.query()
+        return done
 
     def wait(self) -> None:
         self.event.synchronize()

@@ -71,10 +71,13 @@ class ForwardTask:
     """Stage of a DENOISE; level at which a COMMIT encodes; 0 for DECODE."""
     reads: tuple[Slot, ...]
     writes: tuple[Slot, ...]
+    id: str = field(init=False, repr=False, compare=False)
+    """Readable and unique: ``renderer/denoise/c7/s2``, ``planner/commit/b1``, ``decode/c7``."""
 
-    @property
-    def id(self) -> str:
-        """Readable and unique: ``renderer/denoise/c7/s2``, ``planner/commit/b1``, ``decode/c7``."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "id", self._id())
+
+    def _id(self) -> str:
         unit = "b" if self.role is Role.PLANNER else "c"
         if self.kind is Kind.DENOISE:
             return f"{self.role}/denoise/{unit}{self.index}/s{self.stage}"
@@ -108,6 +111,7 @@ class TaskGraph:
     inputs: frozenset[Slot] = frozenset()
     """Slots that are given: noise (level 0) and whatever a caller supplies, such as finished anchors."""
     writers: Mapping[Slot, ForwardTask] = field(init=False, repr=False, compare=False)
+    _parents: dict[str, tuple[ForwardTask, ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         writers: dict[Slot, ForwardTask] = {}
@@ -134,8 +138,10 @@ class TaskGraph:
 
     def parents(self, task: ForwardTask) -> tuple[ForwardTask, ...]:
         """Tasks that write what ``task`` reads, each once, in reading order."""
-        found = (self.writers[slot] for slot in task.reads if slot in self.writers)
-        return tuple(dict.fromkeys(found))
+        if task.id not in self._parents:  # asked for by everything that walks the graph
+            found = (self.writers[slot] for slot in task.reads if slot in self.writers)
+            self._parents[task.id] = tuple(dict.fromkeys(found))
+        return self._parents[task.id]
 
     def by_id(self) -> dict[str, ForwardTask]:
         return {task.id: task for task in self.tasks}

@@ -51,16 +51,17 @@ def run(
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count what is recorded and what is replayed."""
+    """Count what is recorded and what is replayed: whole forwards, and parts of blocks."""
     counts: Counter[str] = Counter()
 
     class Counting(Rerun):
-        def record(self, body: Any) -> Any:
-            counts["recorded"] += 1
-            super().record(body)
+        def record(self, body: Any, *, run: bool = True) -> Any:
+            what = "parts " if isinstance(body, partial) else ""
+            counts[f"{what}recorded"] += 1
+            super().record(body, run=run)
 
             def replay() -> None:
-                counts["replayed"] += 1
+                counts[f"{what}replayed"] += 1
                 body()
 
             return replay
@@ -78,9 +79,13 @@ def test_replayed_forwards_give_the_same_bytes(rig: Any, replays: Counter[str], 
     told: list[Launches] = []
     assert torch.equal(run(rig, spec, fast=FastOptions(graphs="on"), lanes=lanes, told=told), expected)
     assert replays["replayed"] > 2 * replays["recorded"] > 0
-    counts = {name: sum(getattr(lane, name) for lane in told) for name in ("replayed", "recorded")}
-    assert (len(told), counts) == (lanes, replays)
-    assert sum(counts.values()) + sum(lane.eager for lane in told) == build_graph(spec, decode=False).counts()["total"]
+    names = ("eager", "replayed", "recorded", "in_parts")
+    counts = {name: sum(getattr(lane, name) for lane in told) for name in names}
+    assert (counts["recorded"], counts["replayed"]) == (replays["recorded"], replays["replayed"])
+    assert sum(counts.values()) == build_graph(spec, decode=False).counts()["total"]
+    blocks = rig.backbone().config.num_layers
+    first = replays["parts recorded"] // blocks  # of each kind the first block's runs while it is recorded
+    assert replays["parts replayed"] + first == 3 * blocks * counts["in_parts"] > 0
 
 
 def test_a_new_prompt_needs_a_recording_of_its_own(rig: Any, replays: Counter[str]) -> None:
@@ -161,7 +166,7 @@ def test_one_compilation_serves_all_blocks_and_histories(rig: Any, monkeypatch: 
 
     dynamo's own backend runs what was traced as it is, so not one byte may differ.
     """
-    monkeypatch.setattr(forward, "compiled_parts", lambda *key: compiled_parts(*key, backend="eager"))
+    monkeypatch.setattr(forward, "compiled_parts", partial(compiled_parts, backend="eager"))
     spec = rig.spec(latent_frames=11)  # chunks of 3 and 2, anchor blocks of 2
     expected = run(rig, spec, fast=FastOptions())
     before = num_compilations()
@@ -170,6 +175,11 @@ def test_one_compilation_serves_all_blocks_and_histories(rig: Any, monkeypatch: 
     assert made == 3 * 3  # renderer chunks of 3 and 2, anchor blocks of 2; two blocks each, histories of 0 to 2 chunks
     assert torch.equal(run(rig, spec, fast=FastOptions(compile="on")), expected)
     assert num_compilations() - before == made
+    for _ in range(2):  # recorded parts are compiled once too; here they run again
+        told: list[Launches] = []
+        assert torch.equal(run(rig, spec, fast=FastOptions(compile="on", graphs="on"), told=told), expected)
+        assert sum(lane.in_parts for lane in told) > 0
+    assert num_compilations() - before == made + 2 * 3  # the last chunk of 2 has too few forwards to record
 
 
 def test_without_a_compiler_blocks_run_eagerly_after_one_warning(

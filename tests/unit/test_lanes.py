@@ -85,9 +85,9 @@ def test_lanes_are_joined_when_their_user_fails() -> None:
 
 def test_only_the_lane_itself_waits_for_its_device() -> None:
     with open_lanes([("lane0", "cpu")]) as lanes:
-        on_lane(lanes[0], lanes[0].settle)
+        on_lane(lanes[0], lanes[0].deliver)
         with pytest.raises(AssertionError, match="only work of lane0"):
-            lanes[0].settle()
+            lanes[0].deliver()
 
 
 class SlowMark:
@@ -96,10 +96,13 @@ class SlowMark:
     time_s = 0.0
 
     def __init__(self) -> None:
-        self.passed = threading.Event()
+        self.gate = threading.Event()
+
+    def passed(self) -> bool:
+        return self.gate.is_set()
 
     def wait(self) -> None:
-        assert self.passed.wait(TIMEOUT_S)
+        assert self.gate.wait(TIMEOUT_S)
 
 
 class FailedMark:
@@ -107,6 +110,9 @@ class FailedMark:
 
     def __init__(self) -> None:
         self.time_s = 0.0
+
+    def passed(self) -> bool:
+        raise RuntimeError("illegal memory access")
 
     def wait(self) -> None:
         raise RuntimeError("illegal memory access")
@@ -133,13 +139,30 @@ def test_a_lane_runs_ahead_of_its_device_by_its_lookahead_and_no_more() -> None:
         lane.submit(lambda n=n: launch(n))
     assert launched[0].wait(TIMEOUT_S)
     assert not launched[1].wait(0.05)  # the second waits for the first: one runs, one is queued
-    marks[0].passed.set()
+    marks[0].gate.set()
     assert launched[1].wait(TIMEOUT_S) and done == [0]
     assert not launched[2].wait(0.05)
     for mark in marks:
-        mark.passed.set()
+        mark.gate.set()
     lane.close()
     assert done == [0, 1, 2]
+
+
+def test_what_is_done_is_delivered_in_order_and_without_waiting_for_the_rest() -> None:
+    marks, done = [SlowMark() for _ in range(3)], []
+    lane = ThreadLane("lane0", "cpu", lookahead=5)
+
+    def work() -> list[tuple[bool, list[int]]]:
+        for n, mark in enumerate(marks):
+            lane.defer(mark, lambda n=n: done.append(n))
+        found = []
+        for n in (1, 0, 2):
+            marks[n].gate.set()
+            found.append((lane.deliver(), list(done)))
+        return found
+
+    assert on_lane(lane, work) == [(True, []), (True, [0, 1]), (False, [0, 1, 2])]
+    lane.close()
 
 
 def test_a_lane_without_work_delivers_what_it_deferred() -> None:
@@ -175,6 +198,7 @@ def test_a_wait_ends_when_all_is_finished_or_when_stopped() -> None:
     signals = Signals()
     signals.finish("a")
     assert signals.wait(["a"])
+    assert signals.wait(["a", "b"], most_s=0.01) is None
     threading.Timer(0.02, signals.finish, ["b"]).start()
     assert signals.wait(["a", "b"])
     threading.Timer(0.02, signals.stop).start()

@@ -266,7 +266,7 @@ def test_a_timeline_survives_json_and_is_the_contract_s() -> None:
         predicted_s=0.9,
         peak_kv_bytes=(7,),
         peak_bytes={"cuda:0": 9},
-        launches=(Launches(eager=5, recorded=1, replayed=4, waited_s=0.25, launching_s=0.5),),
+        launches=(Launches(eager=5, recorded=1, replayed=4, in_parts=2, waited_s=0.25, launching_s=0.5),),
     )
     data = json.loads(json.dumps(timeline.to_json()))
     assert data == {
@@ -277,7 +277,7 @@ def test_a_timeline_survives_json_and_is_the_contract_s() -> None:
         "predicted_s": 0.9,
         "peak_kv_bytes": [7],
         "peak_bytes": {"cuda:0": 9},
-        "launches": [{"eager": 5, "recorded": 1, "replayed": 4, "waited_s": 0.25, "launching_s": 0.5}],
+        "launches": [{"eager": 5, "recorded": 1, "replayed": 4, "in_parts": 2, "waited_s": 0.25, "launching_s": 0.5}],
     }
     assert Timeline.from_json(data) == timeline
 
