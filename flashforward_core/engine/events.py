@@ -36,7 +36,7 @@ class Launches:
     eager: int = 0
     """Forwards launched piece by piece."""
     recorded: int = 0
-    """Forwards launched piece by piece and recorded."""
+    """Whole forwards recorded, besides those launched."""
     replayed: int = 0
     """Forwards repeated from a recording, by one launch."""
     in_parts: int = 0

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,11 +98,11 @@ class Forwarder:
         compiles: bool = False,
         recorder: Recorder | None = None,
         uses: Counter[Kind] | None = None,
-        turn: contextlib.AbstractContextManager[Any] | None = None,
+        turn: "threading.Lock | None" = None,
     ) -> None:
         """With ``recorder`` forwards are recorded, whole or in parts; ``uses`` says how often each kind will run.
 
-        ``turn`` is held while a forward is launched: lanes that record take turns.
+        ``turn`` is shared by lanes that record: one at a time does, or launches what might have to be compiled.
         """
         self._models = models
         self._attention = attention
@@ -111,7 +111,7 @@ class Forwarder:
         self._recorder = recorder
         self._recordings = None if recorder is None else Recordings(recorder, uses or Counter())
         self._recorded_parts = {} if recorder is None else _worth_recording(uses or Counter())
-        self._turn = turn or contextlib.nullcontext()
+        self._turn = turn or threading.Lock()
         self.launches = Launches()
 
     def __call__(
@@ -131,16 +131,12 @@ class Forwarder:
         ``view`` is what ``LaneBanks.open`` gave; its own page is written. ``sparse`` attends, if given; what it skips
         depends on the values, so such a forward is not recorded.
         """
-        asked = time.perf_counter()
-        with self._turn:
-            began = time.perf_counter()
+        with self._timed():
             compute = partial(self._compute, task, text=text, sparse=sparse)
             inputs = Inputs(x_BCFHW, timestep_BF, frames)
-            eager = sparse is not None
-            v = self._eager(inputs, compute, view) if eager else self._run(task, inputs, compute, prompt, view)
-            self.launches.waited_s += began - asked
-            self.launches.launching_s += time.perf_counter() - began
-        return v
+            if sparse is not None or self._recordings is None or not isinstance(view, BankView):
+                return self._eager(inputs, compute, view)
+            return self._recorded(self._recordings, task, inputs, compute, prompt, view)
 
     def pair(
         self,
@@ -156,48 +152,78 @@ class Forwarder:
 
         ``view`` extends and attends for both of ``views``. A pair is not recorded.
         """
-        asked = time.perf_counter()
-        with self._turn:
-            began = time.perf_counter()
+        with self._timed():
             v = self._eager(inputs, partial(self._compute, tasks[0], text=text, sparse=None), view)
             for task, own in zip(tasks, views, strict=True):
                 if self._recordings is not None:
                     self._recordings.count(kind_of(task, own, prompt=prompt))
-            self.launches.waited_s += began - asked
-            self.launches.launching_s += time.perf_counter() - began
-        return v
+            return v
 
-    def _run(self, task: ForwardTask, inputs: Inputs, compute: Callable[..., Tensor], prompt: int, view: Any) -> Tensor:
-        recordings = self._recordings
-        if recordings is None or not isinstance(view, BankView):
-            return self._eager(inputs, compute, view)
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count the time in here as launching, but for that of waiting."""
+        began, waited_s = time.perf_counter(), self.launches.waited_s
+        try:
+            yield
+        finally:
+            waited_s = self.launches.waited_s - waited_s
+            self.launches.launching_s += time.perf_counter() - began - waited_s
+
+    @contextlib.contextmanager
+    def _my_turn(self) -> Iterator[None]:
+        asked = time.perf_counter()
+        with self._turn:
+            self.launches.waited_s += time.perf_counter() - asked
+            yield
+
+    def _recorded(
+        self,
+        recordings: Recordings,
+        task: ForwardTask,
+        inputs: Inputs,
+        compute: Callable[..., Tensor],
+        prompt: int,
+        view: BankView,
+    ) -> Tensor:
+        """Replay a forward that is recorded; launch another in parts, and then record it if that pays."""
         kind, indexed = kind_of(task, view, prompt=prompt), view.indexed()
-        if indexed is not None and recordings.pays(kind):
-            self.launches.replayed += recordings.has(kind)
-            self.launches.recorded += not recordings.has(kind)
-            v = recordings.velocity(kind, inputs, indexed, compute)
-        else:
-            v = self._in_parts(task, inputs, compute, view)
+        if indexed is not None and recordings.has(kind):
+            self.launches.replayed += 1
+            v = recordings.replay(kind, inputs, indexed)
+            recordings.count(kind)
+            return v
         recordings.count(kind)
+        parts = self._parts_for(task, inputs)
+        if parts is None:
+            return self._eager(inputs, compute, view)
+        if task.index == 0:  # everything waits for these, and recording takes longer than their device does
+            return self._eager(inputs, parts.directly(compute), view)
+        self.launches.in_parts += 1
+        v = compute(inputs, view, parts=parts.parts)
+        # Its device has work now. If somebody else is recording, the next forward of this kind will do.
+        if indexed is not None and recordings.pays(kind) and self._turn.acquire(blocking=False):
+            try:
+                recordings.record(kind, inputs, indexed, parts.directly(compute))
+                self.launches.recorded += 1
+            finally:
+                self._turn.release()
         return v
 
-    def _in_parts(self, task: ForwardTask, inputs: Inputs, compute: Callable[..., Tensor], view: Any) -> Tensor:
-        """Launch with recorded parts, if forwards of this role and size recur."""
+    def _parts_for(self, task: ForwardTask, inputs: Inputs) -> RecordedParts | None:
+        """Return the recorded parts of this role and size, if enough of its forwards are to run."""
         assert task.role is not None and self._recorder is not None
         key = task.role, inputs.x_BCFHW.shape[2]
-        if key not in self._recorded_parts:
-            return self._eager(inputs, compute, view)
-        found = self._recorded_parts[key]
-        if found is None:
+        if key in self._recorded_parts and self._recorded_parts[key] is None:
             size = tuple(inputs.x_BCFHW.shape)
             parts = compiled_parts(self._device, task.role, size, parts=WRITING) if self._compiles else WRITING
-            found = self._recorded_parts[key] = RecordedParts(parts, self._recorder)
-        self.launches.in_parts += 1
-        return compute(inputs, view, parts=found.parts)
+            self._recorded_parts[key] = RecordedParts(parts, self._recorder, self._my_turn)
+        return self._recorded_parts.get(key)
 
     def _eager(self, inputs: Inputs, compute: Callable[..., Tensor], view: Any) -> Tensor:
+        """Launch piece by piece, which may compile: not while somebody records."""
         self.launches.eager += 1
-        return compute(inputs, view)
+        with self._my_turn():
+            return compute(inputs, view)
 
     def _compute(
         self,

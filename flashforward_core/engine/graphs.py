@@ -20,10 +20,7 @@ from ..kv.bank import IndexedView
 log = logging.getLogger(__name__)
 
 MIN_REPLAYS = 5
-"""Recording takes about as long as launching two or three forwards, and other lanes wait: fewer replays do not pay.
-
-A planner block's five forwards, which may go to several lanes, are not recorded.
-"""
+"""A recording takes Python about as long as launching two forwards piece by piece: fewer replays do not pay."""
 
 Body = Callable[[], None]
 Velocity = Callable[["Inputs", Any], Tensor]
@@ -155,8 +152,8 @@ class Recordings:
         return kind in self._made
 
     def pays(self, kind: Hashable) -> bool:
-        """Return whether to run ``kind`` through ``velocity``: it is recorded, or will run often enough."""
-        return kind in self._made or self._left[kind] > MIN_REPLAYS
+        """Return whether to record ``kind``: it is not yet, and will run often enough."""
+        return kind not in self._made and self._left[kind] >= MIN_REPLAYS
 
     def count(self, kind: Hashable) -> None:
         """Note one run of ``kind``; after its last one its recording is dropped, so that its bank can go."""
@@ -164,14 +161,8 @@ class Recordings:
         if self._left[kind] <= 0:
             self._made.pop(kind, None)
 
-    def velocity(self, kind: Hashable, inputs: Inputs, view: IndexedView, compute: Velocity) -> Tensor:
-        """Return the velocity, in memory that the next call overwrites: use it before that, on the same stream."""
-        if kind in self._made:
-            made = self._made[kind]
-            made.inputs.fill(inputs)
-            made.own.copy_(view.own, non_blocking=True)
-            made.replay()
-            return made.output
+    def record(self, kind: Hashable, inputs: Inputs, view: IndexedView, compute: Velocity) -> None:
+        """Record a forward without running it: its like has run, so that kernels and workspaces are there."""
         fixed, own = inputs.clone(), _writable(view.own)
         with torch.inference_mode(False):
             output = torch.empty_like(inputs.x_BCFHW, dtype=view.dtype)
@@ -180,8 +171,16 @@ class Recordings:
         def body() -> None:
             output.copy_(compute(fixed, fixed_view))
 
-        self._made[kind] = _Recording(inputs=fixed, own=own, output=output, replay=self._recorder.record(body))
-        return output
+        replay = self._recorder.record(body, run=False)
+        self._made[kind] = _Recording(inputs=fixed, own=own, output=output, replay=replay)
+
+    def replay(self, kind: Hashable, inputs: Inputs, view: IndexedView) -> Tensor:
+        """Return the velocity, in memory that the next call overwrites: use it before that, on the same stream."""
+        made = self._made[kind]
+        made.inputs.fill(inputs)
+        made.own.copy_(view.own, non_blocking=True)
+        made.replay()
+        return made.output
 
     def free(self) -> None:
         """Drop everything; only when the device has finished."""

@@ -5,6 +5,8 @@ twenty other kernels of a block are three launches. Whole forwards (``graphs.Rec
 only of their own bank and number of keys.
 """
 
+import contextlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,11 +22,18 @@ from .graphs import Body, Recorder
 class RecordedParts:
     """The parts of one lane, role and size. What they return is memory that the next block overwrites."""
 
-    def __init__(self, parts: BlockParts, recorder: Recorder) -> None:
-        """``parts`` write into the memory that is their first argument (``compiled.WRITING``)."""
+    def __init__(
+        self, parts: BlockParts, recorder: Recorder, turn: Callable[[], contextlib.AbstractContextManager[Any]]
+    ) -> None:
+        """``parts`` write into the memory that is their first argument (``compiled.WRITING``); ``turn`` is held while
+        something is recorded.
+        """
         self._parts = parts
         self._recorder = recorder
+        self._turn_to_record = turn
+        self._directly = False
         self._made: dict[tuple[str, Block], Body] = {}
+        self._recorded: set[str] = set()
         self._memory: dict[str, tuple[Tensor, ...]] = {}
         self._fixed: dict[str, Tensor] = {}
         self._time: Tensor | None = None
@@ -34,6 +43,21 @@ class RecordedParts:
     @property
     def parts(self) -> BlockParts:
         return BlockParts(self._before, self._between, self._finish)
+
+    def directly(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return ``compute(inputs, view, parts=…)`` with parts that run as they are: the same kernels and memory.
+
+        A whole forward is recorded so, since a recording cannot hold others.
+        """
+
+        def computed(*args: Any) -> Tensor:
+            self._directly = True
+            try:
+                return compute(*args, parts=self.parts)
+            finally:
+                self._directly = False
+
+        return computed
 
     def _before(
         self, block: Block, x_BLC: Tensor, time_BF6C: Tensor, turn: Rotation, segments: Segments
@@ -61,7 +85,7 @@ class RecordedParts:
 
     def free(self) -> None:
         """Drop everything; only when the device has finished."""
-        for kept in (self._made, self._memory, self._fixed):
+        for kept in (self._made, self._recorded, self._memory, self._fixed):
             kept.clear()
         self._time = self._turn = None
 
@@ -75,15 +99,20 @@ class RecordedParts:
 
     def _run(self, name: str, block: Block, *args: Any) -> tuple[Tensor, ...]:
         key = name, block
-        if key in self._made:
+        if key in self._made and not self._directly:
             self._made[key]()
             return self._memory[name]
-        first = name not in self._memory
-        if first:
+        if name not in self._memory:
             self._memory[name] = self._memory_for(name, getattr(PLAIN, name)(block, *args))
         memory = self._memory[name]
         body = partial(getattr(self._parts, name), memory, block, *args)
-        self._made[key] = self._recorder.record(body, run=first)
+        if self._directly:
+            body()
+            return memory
+        first = name not in self._recorded  # runs while it is recorded: kernels load, libraries take their workspace
+        self._recorded.add(name)
+        with self._turn_to_record():
+            self._made[key] = self._recorder.record(body, run=first)
         if not first:
             self._made[key]()
         return memory
