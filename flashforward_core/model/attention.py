@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,14 @@ from ..registry import Registry
 
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+
+class ScaledAttentionFn(Protocol):
+    """An ``AttentionFn`` whose logits may have another scale than one over the root of the head dim that it sees."""
+
+    def __call__(self, q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, *, scale: float | None = None) -> Tensor:
+        """Return out_BLHD; ``scale`` None is the kernel's own."""
+
+
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -27,7 +35,7 @@ class AttentionBackend:
     """One kernel and what it needs."""
 
     name: str
-    attend: AttentionFn
+    attend: ScaledAttentionFn
     dtypes: tuple[torch.dtype, ...]
     obstacle: Callable[[torch.device], str | None]
     """Why the kernel cannot run on a device, or None."""
@@ -39,32 +47,34 @@ AUTO_ORDER = ("fa3", "cudnn", "flash", "efficient", "math")
 """``auto`` takes the first that runs."""
 
 
-def sdpa(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
+def sdpa(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, *, scale: float | None = None) -> Tensor:
     """Attend with whatever PyTorch chooses: the only entry on a CPU, and the default of a bare model."""
-    out = F.scaled_dot_product_attention(q_BLHD.transpose(1, 2), k_BNHD.transpose(1, 2), v_BNHD.transpose(1, 2))
+    q, k, v = q_BLHD.transpose(1, 2), k_BNHD.transpose(1, 2), v_BNHD.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
+
+
+def _flash(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, *, scale: float | None = None) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BNHD, v_BNHD))
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)[0].transpose(1, 2)
+
+
+def _cudnn(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, *, scale: float | None = None) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BNHD, v_BNHD))
+    log_sum = torch.is_grad_enabled()  # the backward pass needs it
+    out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, log_sum, scale=scale)[0]
     return out.transpose(1, 2)
 
 
-def _flash(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BNHD, v_BNHD))
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0].transpose(1, 2)
-
-
-def _cudnn(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
+def _efficient(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, *, scale: float | None = None) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BNHD, v_BNHD))
     log_sum = torch.is_grad_enabled()  # the backward pass needs it
-    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, log_sum)[0].transpose(1, 2)
+    out = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, log_sum, scale=scale)[0]
+    return out.transpose(1, 2)
 
 
-def _efficient(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
+def _math(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, *, scale: float | None = None) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BNHD, v_BNHD))
-    log_sum = torch.is_grad_enabled()  # the backward pass needs it
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, log_sum)[0].transpose(1, 2)
-
-
-def _math(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BNHD, v_BNHD))
-    return torch.ops.aten._scaled_dot_product_attention_math(q, k, v)[0].transpose(1, 2)
+    return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, scale=scale)[0].transpose(1, 2)
 
 
 FA3_MODULES = ("fa3_fwd_interface", "flash_attn_interface")
@@ -83,8 +93,8 @@ def _fa3_kernel() -> Callable[..., Any]:
     return kernel
 
 
-def _fa3(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
-    out = _fa3_kernel()(q_BLHD, k_BNHD, v_BNHD)
+def _fa3(q_BLHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, *, scale: float | None = None) -> Tensor:
+    out = _fa3_kernel()(q_BLHD, k_BNHD, v_BNHD, softmax_scale=scale)
     return out[0] if isinstance(out, tuple) else out  # older releases also return the log-sum
 
 
@@ -109,7 +119,7 @@ def _ampere_obstacle(device: torch.device) -> str | None:
     return _needs_cuda(device, capability=(8, 0))
 
 
-def _file(name: str, attend: AttentionFn, dtypes: tuple[torch.dtype, ...], obstacle: Callable) -> None:  # type: ignore[type-arg]
+def _file(name: str, attend: ScaledAttentionFn, dtypes: tuple[torch.dtype, ...], obstacle: Callable) -> None:  # type: ignore[type-arg]
     ATTENTION.add(name)(AttentionBackend(name=name, attend=attend, dtypes=dtypes, obstacle=obstacle))
 
 

@@ -47,6 +47,31 @@ def test_the_kernel_of_one_thread_is_no_switch_of_the_process() -> None:
         assert (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()) == before
 
 
+@pytest.mark.parametrize("name", ["sdpa", "math"])
+def test_a_scale_takes_the_place_of_the_head_dims(name: str) -> None:
+    """Queries of twice the size give logits of twice the scale; the head dim's own scale given changes no byte."""
+    q, k, v = torch.randn(3, 1, 9, 2, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    attend = ATTENTION[name].attend
+    assert torch.equal(attend(q, k, v, scale=0.25), attend(q, k, v))
+    assert (attend(q, k, v, scale=0.5) - attend(2 * q, k, v)).abs().max() < 1e-12  # float64, sums of 16
+
+
+def test_flash_attention_3_is_given_the_scale_by_its_own_name() -> None:
+    """And None where none is given, which is its own default."""
+    given: list[object] = []
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float | None) -> torch.Tensor:
+        given.append(softmax_scale)
+        return q
+
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flashforward_core.model.attention._fa3_kernel", lambda: kernel)
+        ATTENTION["fa3"].attend(q, q, q)
+        ATTENTION["fa3"].attend(q, q, q, scale=0.3)
+    assert given == [None, 0.3]
+
+
 def test_math_kernel_agrees_with_sdpa() -> None:
     q = torch.randn(1, 4, 2, 8, dtype=torch.float64)
     difference = ATTENTION["math"].attend(q, q, q) - ATTENTION["sdpa"].attend(q, q, q)
