@@ -125,7 +125,7 @@ class Bench:
         self.config = MODELS[self.args.model]
         self.dtype = torch.bfloat16 if self.args.precision == "bf16" else torch.float32
         self.attention = resolve_attention("auto", self.device, dtype=self.dtype)
-        self.biased = resolve_biased_attention("auto", self.device).attend
+        self.biased = resolve_biased_attention("auto", self.device, dtype=self.dtype).attend
         self.sparse = replace(self.sparse, attention=self.args.sparse_attention)
         self.kernel = resolve_bucket_attention(self.sparse, self.device, dtype=self.dtype)
         width, height = SIZES[self.args.resolution]

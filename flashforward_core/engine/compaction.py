@@ -30,16 +30,17 @@ def policy_view(
     kept: PolicyState | None,
     *,
     attention: AttentionBackend,
+    dtype: torch.dtype,
     sparse: SparseForward | None = None,
 ) -> BankView | PolicyView:
     """Return what a forward attends to under the rollout's policy; ``inner`` itself where it has no part in it.
 
-    ``sparse`` is the forward's attention, if it is sparse anywhere.
+    ``dtype`` is that of keys. ``sparse`` is the forward's attention, if it is sparse anywhere.
     """
     collects = bool(handed_over(task))
     view: BankView | PolicyView = inner
     if kept is not None or collects:
-        view = _with_kept(inner, kept, collects=collects, attention=attention, sparse=sparse)
+        view = _with_kept(inner, kept, collects=collects, attention=attention, dtype=dtype, sparse=sparse)
     if sparse is not None:
         sparse.over(view)
     return view
@@ -51,6 +52,7 @@ def _with_kept(
     *,
     collects: bool,
     attention: AttentionBackend,
+    dtype: torch.dtype,
     sparse: SparseForward | None,
 ) -> PolicyView:
     return PolicyView(
@@ -58,7 +60,7 @@ def _with_kept(
         kept,
         attend=attention.attend if sparse is None else sparse.self_attend,
         attend_biased=(
-            resolve_biased_attention("auto", inner.own_tokens.device).attend
+            resolve_biased_attention("auto", inner.own_tokens.device, dtype=dtype).attend
             if sparse is None
             else sparse.self_attend_biased
         ),

@@ -268,7 +268,8 @@ def _forward(
     kept = _kept(task, state, values)
     text, prompt = text_of(task, inputs=inputs, state=state, frame=frames[0])
     sparse = _sparse(task, inputs=inputs, state=state, prompt=prompt)
-    view = policy_view(task, state.banks.open(task, homes), kept, attention=state.attention, sparse=sparse)
+    inner, dtype = state.banks.open(task, homes), state.banks.dtype
+    view = policy_view(task, inner, kept, attention=state.attention, dtype=dtype, sparse=sparse)
     v = state.forward(
         task,
         x_BCFHW,
@@ -311,6 +312,6 @@ def _sparse(task: ForwardTask, *, inputs: RunInputs, state: LaneState, prompt: i
         num_stages=stages,
         num_blocks=state.models[task.role].config.num_layers,
         attend=state.attention.attend,
-        attend_biased=resolve_biased_attention("auto", state.lane.device).attend,
+        attend_biased=resolve_biased_attention("auto", state.lane.device, dtype=state.banks.dtype).attend,
         kernel=state.sparse,
     )

@@ -14,7 +14,14 @@ from flashforward_core.kv.bucket_attention import BUCKET_ATTENTION, attend_torch
 from flashforward_core.kv.groups import all_codes, bucket_tables, group_page, meets
 from flashforward_core.kv.sparse import attend_prompt, kept_rows
 from flashforward_core.kv_policy import AnnOptions, SparseOptions
-from flashforward_core.model.biased_attention import attend_biased
+from flashforward_core.model.attention import ATTENTION
+from flashforward_core.model.biased_attention import (
+    COLUMN_KERNELS,
+    _takes_columns,
+    attend_biased,
+    attend_columns,
+    resolve_biased_attention,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RUNS = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
@@ -120,6 +127,78 @@ def test_dropped_prompt_rows_are_a_hidden_bucket() -> None:
 
 
 if DEVICE == "cuda":
+    ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # by how much it changes a number, relative to it
+
+    def _biased(dtype: torch.dtype, dim: int) -> tuple[torch.Tensor, ...]:
+        """Return queries, a part of a bank's keys and values, and a bias; hidden are all of the first, and others."""
+        q, bank = _randn(2, 300, 3, dim, seed=0).to(dtype), _randn(2, 900, 2, 3, dim, seed=1).to(dtype)
+        bias = _randn(2, 3, 741, seed=2).abs() * 3
+        bias[..., :400] = bias[..., 600::5] = -torch.inf
+        return q, bank[:, 100:841, 0], bank[:, 100:841, 1], bias
+
+    def _column_kernel(name: str, dtype: torch.dtype) -> Any:
+        if not _takes_columns(ATTENTION[name], torch.device(DEVICE), dtype):
+            pytest.skip(f"{name} does not run here with {dtype} and wider heads")
+        return ATTENTION[name].attend
+
+    @pytest.mark.parametrize("dtype", HALF)
+    @pytest.mark.parametrize("dim", [64, 128])
+    @pytest.mark.parametrize("name", COLUMN_KERNELS)
+    def test_a_bias_in_columns_equals_a_bias_in_float32(name: str, dim: int, dtype: torch.dtype) -> None:
+        """Half precision rounds weights before they meet values, and the result; twice that, for exponents and sums."""
+        attend = _column_kernel(name, dtype)
+        q, k, v, bias = _biased(dtype, dim)
+        found = attend_columns(q, k, v, bias, attend=attend)
+        assert (found.shape, found.dtype) == (q.shape, dtype)
+        q, k, v = q.float(), k.float(), v.float()
+        expected = attend_biased(q, k, v, bias)
+        bound = 2 * ROUNDING[dtype] * (attend_biased(q, k, v.abs(), bias) + expected.abs())
+        assert ((found.float() - expected).abs() <= bound + 1e-5).all()
+
+    @pytest.mark.parametrize("dtype", HALF)
+    @pytest.mark.parametrize("name", COLUMN_KERNELS)
+    def test_hidden_keys_have_no_influence_through_columns(name: str, dtype: torch.dtype) -> None:
+        """Their weight is 0, also of keys that have 100 times the logits of others: the bytes stay."""
+        attend = _column_kernel(name, dtype)
+        q, k, v, bias = _biased(dtype, 128)
+        hidden = (bias == -torch.inf).transpose(1, 2).unsqueeze(-1)
+        expected = attend_columns(q, k, v, bias, attend=attend)
+        loud = torch.where(hidden, 1e4, v.float()).to(dtype)
+        assert torch.equal(attend_columns(q, torch.where(hidden, 100 * k, k), loud, bias, attend=attend), expected)
+
+    @pytest.mark.parametrize("dtype", HALF)
+    @pytest.mark.parametrize("name", COLUMN_KERNELS)
+    def test_columns_tell_neighbouring_counts_apart(name: str, dtype: torch.dtype) -> None:
+        """As on a CPU: two keys with the values 1 and -1; a bias in bfloat16 would be wrong by 0.016."""
+        attend = _column_kernel(name, dtype)
+        counts = torch.arange(1, 10_000, 3, dtype=torch.float64, device=DEVICE)
+        bias = torch.stack([counts, counts + 1], dim=-1).log().unsqueeze(1)
+        v = torch.tensor([1.0, -1.0], dtype=dtype, device=DEVICE).view(1, 2, 1, 1).expand(len(counts), 2, 1, 128)
+        q = torch.zeros(len(counts), 1, 1, 128, dtype=dtype, device=DEVICE)
+        found = attend_columns(q, torch.zeros_like(v), v, bias.float(), attend=attend)[:, 0, 0, 0].double()
+        expected = ((bias[..., 0] - bias[..., 1]) / 2).tanh().squeeze(1)
+        assert ((found - expected).abs() < ROUNDING[dtype] * (0.5 + expected.abs()) + 1e-4).all()  # raw sums of 104
+
+    def test_auto_takes_columns_in_half_precision_and_can_be_recorded() -> None:
+        """And waits for nothing; in float32 it is PyTorch's own mask."""
+        assert resolve_biased_attention("auto", DEVICE, dtype=torch.float32).name == "torch"
+        assert resolve_biased_attention("flex", DEVICE, dtype=torch.bfloat16).name == "flex"
+        chosen = resolve_biased_attention("auto", DEVICE, dtype=torch.bfloat16)
+        if chosen.name != "columns":
+            pytest.skip("no kernel takes wider heads here")
+        q, k, v, bias = _biased(torch.bfloat16, 128)
+        expected = chosen.attend(q, k, v, bias)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            assert chosen.attend(q, k, v, bias).shape == expected.shape
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recorded = chosen.attend(q, k, v, bias)
+        recorded.zero_()
+        graph.replay()
+        assert torch.equal(recorded, expected)
 
     def test_a_sparse_block_waits_for_nothing_and_can_be_recorded() -> None:
         """What a forward does in a sparse block, with a policy's state beside a page, needs nothing of the host."""
