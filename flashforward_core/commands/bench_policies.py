@@ -259,7 +259,7 @@ class Bench:
                     pairs = zip(made, truth, strict=True)
                     values = torch.cat([latent_errors(ours, theirs, frames) for ours, theirs in pairs]).tolist()
                     config = {"choice": name, "budget": budget, "captions": len(values)}
-                    book.add(metric, mean(values), "1", ci95=half_width(values), **config)
+                    book.add(metric, mean(values), "1", ci95=half_width(values), values=values, **config)
 
     def compare(self, whole: RolloutSpec, *, budgets: Sequence[int], book: RowBook) -> None:
         """File every policy's likeness to ``whole``, what it gains over first in, first out, and its time per chunk."""

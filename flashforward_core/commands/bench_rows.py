@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,20 @@ class RowBook:
     rows: list[Row] = field(default_factory=list)
     commit: str = field(default_factory=commit)
 
-    def add(self, metric: str, value: float, unit: str, *, ci95: float | None = None, **config: Any) -> Row:
-        """File one number; ``config`` adds to what all rows share, ``ci95`` is half of an interval's width."""
+    def add(
+        self,
+        metric: str,
+        value: float,
+        unit: str,
+        *,
+        ci95: float | None = None,
+        values: Sequence[float] | None = None,
+        **config: Any,
+    ) -> Row:
+        """File one number; ``config`` adds to what all rows share, ``ci95`` is half of an interval's width.
+
+        ``values`` are what ``value`` is the mean of, in an order that other rows have too: for differences in pairs.
+        """
         row = {
             "metric": metric,
             "value": value,
@@ -71,6 +84,8 @@ class RowBook:
         }
         if ci95 is not None:
             row["ci95"] = ci95
+        if values is not None:
+            row["values"] = list(values)
         self.rows.append(row)
         shown = " ".join(f"{name}={text}" for name, text in row["config"].items())
         print(f"{metric:<15} {value:>14.6g} {unit:<9} {shown}", flush=True)

@@ -71,7 +71,12 @@ def test_lanes_and_recordings_change_no_byte(
     expected = run(backbone, texts)
     fast = FastOptions(compile="off", graphs=graphs)
     for _ in range(2):  # a second run finds memory that the first one used
-        assert run(backbone, texts, devices=devices, fast=fast).sha256 == expected.sha256
+        found = run(backbone, texts, devices=devices, fast=fast)
+        assert found.sha256 == expected.sha256
+        assert (sum(lane.in_parts for lane in found.timeline.launches) > 0) == (graphs == "on")
+        if graphs == "on" and devices == "cuda:0":  # with others a lane may find one of them recording
+            (lane,) = found.timeline.launches
+            assert lane.replayed == 5 * lane.recorded > 0
 
 
 def test_compiled_blocks_are_as_close_as_bf16_allows_and_lanes_agree(backbone: Backbone, texts: list[Tensor]) -> None:

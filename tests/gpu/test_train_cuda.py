@@ -1,4 +1,4 @@
-"""Two GPUs train as one does on the same batches, with parts of the weights (FSDP2 over NCCL) or with copies."""
+"""Training on GPUs: a step of distillation; two GPUs train as one does, with parts of the weights (FSDP2) or copies."""
 
 import runpy
 from pathlib import Path
@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+
+from flashforward_core.cli import main
+from flashforward_core.model.loading import ASSETS
 
 pytestmark = pytest.mark.gpu
 WORKER = Path(__file__).resolve().parents[1] / "unit" / "two_processes.py"
@@ -16,3 +19,12 @@ def test_two_gpus_train_as_one_does_with_parts_or_copies_of_the_weights(tmp_path
     worker = runpy.run_path(str(WORKER))
     worker["run_both"](tmp_path, device="cuda")
     worker["check"](tmp_path, worker["trained"](tmp_path / "alone", Accelerator(), sharded=False))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_embedded_model_is_distilled(tmp_path: Path) -> None:
+    """Five steps of the critic and one of the student: every backward pass that there is."""
+    shipped = ("--init", str(ASSETS), "--teacher", str(ASSETS))
+    short = ("--scenes", "4", "--steps", "6", "--clips", "2", "--no-compile")
+    assert main(["train", "distill", *shipped, *short, "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "distilled" / "renderer_lora.safetensors").is_file()

@@ -82,6 +82,7 @@ def test_policies_are_filed_with_what_they_gain_over_first_in_first_out(rig: Any
     errors = {(row["metric"], row["config"]["choice"]): row for row in rows if "choice" in row["config"]}
     assert set(errors) == {(metric, name) for metric in ("first_error", "late_error") for name in choices(7)}
     assert all(0 < row["value"] < 10 and row["ci95"] > 0 for row in errors.values())
+    assert all(row["value"] == pytest.approx(statistics.mean(row["values"])) for row in errors.values())
     found = {(row["metric"], row["config"].get("policy")): row for row in rows}
     for name in policies(7):
         assert 0 < found["psnr", name]["value"] < 100
