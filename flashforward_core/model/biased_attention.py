@@ -35,7 +35,7 @@ but hidden keys, a kernel's exponents are differences of rounded numbers of this
 COLUMN_KERNELS = ("fa3", "cudnn", "flash")
 """``columns`` runs over the first that runs."""
 CUDNN_WIDE = 91000
-"""cuDNN's version from which it takes heads of more than 128 on compute capability 9.0, and nowhere else."""
+"""cuDNN's version from which it takes heads of more than 128 on compute capability 9.0; elsewhere it may not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
