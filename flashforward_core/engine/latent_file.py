@@ -33,7 +33,7 @@ class HeldLatents:
 
     def sha256(self) -> str:
         data = self.out_BCFHW.detach().to("cpu", torch.float32).contiguous()
-        return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+        return hashlib.sha256(data.numpy().data).hexdigest()
 
 
 class LatentFile:

@@ -182,7 +182,7 @@ def slot_keys(graph: TaskGraph, *, pages: PagePlan, inputs: RunInputs, base: str
 def content_key(tensor: Tensor) -> str:
     """Hash a tensor's values, as float32, and its shape."""
     data = tensor.detach().to("cpu", torch.float32).contiguous()
-    return _hash(tuple(data.shape), hashlib.sha256(data.numpy().tobytes()).hexdigest())
+    return _hash(tuple(data.shape), hashlib.sha256(data.numpy().data).hexdigest())
 
 
 def _facts(task: ForwardTask, *, pages: PagePlan, inputs: RunInputs) -> tuple[object, ...]:
