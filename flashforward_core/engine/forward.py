@@ -75,15 +75,7 @@ def kind_of(task: ForwardTask, view: View | BankView, *, prompt: int) -> Kind:
 
 
 MIN_USES = 4
-"""Recording a role's parts takes about as long as launching two forwards."""
-
-
-def _worth_recording(uses: Counter[Kind]) -> dict[tuple[Role | None, int], RecordedParts | None]:
-    """Return the roles and numbers of latent frames whose parts to record, without the recordings."""
-    sizes: Counter[tuple[Role | None, int]] = Counter()
-    for (role, _, (_, frames, _)), count in uses.items():
-        sizes[role, frames] += count
-    return {size: None for size, count in sizes.items() if count >= MIN_USES}
+"""Recording a role's parts takes about as long as launching two forwards piece by piece."""
 
 
 class Forwarder:
@@ -110,7 +102,10 @@ class Forwarder:
         self._compiles = compiles
         self._recorder = recorder
         self._recordings = None if recorder is None else Recordings(recorder, uses or Counter())
-        self._recorded_parts = {} if recorder is None else _worth_recording(uses or Counter())
+        self._uses_of_size: Counter[tuple[Role | None, int]] = Counter()
+        for (role, _, (_, frames, _)), count in (uses or {}).items():
+            self._uses_of_size[role, frames] += count
+        self._recorded_parts: dict[tuple[Role | None, int], RecordedParts] = {}
         self._turn = turn or threading.Lock()
         self.launches = Launches()
 
@@ -134,9 +129,9 @@ class Forwarder:
         with self._timed():
             compute = partial(self._compute, task, text=text, sparse=sparse)
             inputs = Inputs(x_BCFHW, timestep_BF, frames)
-            if sparse is not None or self._recordings is None or not isinstance(view, BankView):
+            if sparse is not None or not isinstance(view, BankView):
                 return self._eager(inputs, compute, view)
-            return self._recorded(self._recordings, task, inputs, compute, prompt, view)
+            return self._over_bank(task, inputs, compute, prompt, view)
 
     def pair(
         self,
@@ -176,16 +171,13 @@ class Forwarder:
             self.launches.waited_s += time.perf_counter() - asked
             yield
 
-    def _recorded(
-        self,
-        recordings: Recordings,
-        task: ForwardTask,
-        inputs: Inputs,
-        compute: Callable[..., Tensor],
-        prompt: int,
-        view: BankView,
+    def _over_bank(
+        self, task: ForwardTask, inputs: Inputs, compute: Callable[..., Tensor], prompt: int, view: BankView
     ) -> Tensor:
         """Replay a forward that is recorded; launch another in parts, and then record it if that pays."""
+        parts, recordings = self._parts_for(task, inputs), self._recordings
+        if recordings is None:
+            return self._eager(inputs, compute if parts is None else parts.directly(compute), view)
         kind, indexed = kind_of(task, view, prompt=prompt), view.indexed()
         if indexed is not None and recordings.has(kind):
             self.launches.replayed += 1
@@ -193,10 +185,9 @@ class Forwarder:
             recordings.count(kind)
             return v
         recordings.count(kind)
-        parts = self._parts_for(task, inputs)
         if parts is None:
             return self._eager(inputs, compute, view)
-        if task.index == 0:  # everything waits for these, and recording takes longer than their device does
+        if not parts.records or task.index == 0:  # everything waits for the first, and recording takes longer
             return self._eager(inputs, parts.directly(compute), view)
         self.launches.in_parts += 1
         v = compute(inputs, view, parts=parts.parts)
@@ -210,13 +201,17 @@ class Forwarder:
         return v
 
     def _parts_for(self, task: ForwardTask, inputs: Inputs) -> RecordedParts | None:
-        """Return the recorded parts of this role and size, if enough of its forwards are to run."""
-        assert task.role is not None and self._recorder is not None
+        """Return the parts for this role and size: compiled, or to be recorded, or None to run blocks as they are.
+
+        Compiled ones always write into fixed memory, so that kernels are the same whether a lane records or not.
+        """
+        assert task.role is not None
         key = task.role, inputs.x_BCFHW.shape[2]
-        if key in self._recorded_parts and self._recorded_parts[key] is None:
+        recorder = self._recorder if self._uses_of_size[key] >= MIN_USES else None
+        if key not in self._recorded_parts and (self._compiles or recorder is not None):
             size = tuple(inputs.x_BCFHW.shape)
             parts = compiled_parts(self._device, task.role, size, parts=WRITING) if self._compiles else WRITING
-            self._recorded_parts[key] = RecordedParts(parts, self._recorder, self._my_turn)
+            self._recorded_parts[key] = RecordedParts(parts, recorder, self._my_turn)
         return self._recorded_parts.get(key)
 
     def _eager(self, inputs: Inputs, compute: Callable[..., Tensor], view: Any) -> Tensor:
@@ -258,8 +253,7 @@ class Forwarder:
     def free(self) -> None:
         """Drop recordings; only when the device has finished."""
         for parts in self._recorded_parts.values():
-            if parts is not None:
-                parts.free()
+            parts.free()
         if self._recordings is not None:
             self._recordings.free()
 

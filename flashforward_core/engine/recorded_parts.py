@@ -23,10 +23,10 @@ class RecordedParts:
     """The parts of one lane, role and size. What they return is memory that the next block overwrites."""
 
     def __init__(
-        self, parts: BlockParts, recorder: Recorder, turn: Callable[[], contextlib.AbstractContextManager[Any]]
+        self, parts: BlockParts, recorder: Recorder | None, turn: Callable[[], contextlib.AbstractContextManager[Any]]
     ) -> None:
         """``parts`` write into the memory that is their first argument (``compiled.WRITING``); ``turn`` is held while
-        something is recorded.
+        something is recorded. Without ``recorder`` nothing is: only ``directly`` runs them.
         """
         self._parts = parts
         self._recorder = recorder
@@ -39,6 +39,10 @@ class RecordedParts:
         self._time: Tensor | None = None
         """Of the forward under way, which is in the fixed memory, as are its positions."""
         self._turn: Rotation | None = None
+
+    @property
+    def records(self) -> bool:
+        return self._recorder is not None
 
     @property
     def parts(self) -> BlockParts:
@@ -109,6 +113,7 @@ class RecordedParts:
         if self._directly:
             body()
             return memory
+        assert self._recorder is not None, "parts that are not recorded run directly"
         first = name not in self._recorded  # runs while it is recorded: kernels load, libraries take their workspace
         self._recorded.add(name)
         with self._turn_to_record():

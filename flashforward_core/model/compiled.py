@@ -65,7 +65,9 @@ class _Compiled:
         code = function.__code__.replace(co_name=f"{function.__name__}_{label}")
         own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
         self._eager: Callable[..., Any] = function
-        self._compiled: Callable[..., Any] | None = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+        self._compiled: Callable[..., Any] | None = torch.compile(
+            own, fullgraph=True, dynamic=False, backend=backend, options=_options(backend)
+        )
 
     def __call__(self, *args: Any) -> Any:
         if self._compiled is None:
@@ -77,6 +79,18 @@ class _Compiled:
             log.debug("what the compiler said", exc_info=error)
             self._compiled = None
             return self._eager(*args)
+
+
+def _options(backend: Any) -> dict[str, bool] | None:
+    """Return what has each device choose the same kernels for sums, where the compiler knows how.
+
+    Else it times candidates on each device, and one video would differ in its last digits with the devices it ran on.
+    """
+    if backend != "inductor":
+        return None
+    from torch._inductor import config
+
+    return {"deterministic": True} if hasattr(config, "deterministic") else None
 
 
 @cache

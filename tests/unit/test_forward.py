@@ -20,9 +20,9 @@ from flashforward_core.engine.lanes import ThreadLane
 from flashforward_core.engine.ops import RunInputs
 from flashforward_core.engine.placement import lanes_for, place
 from flashforward_core.graph.schedules import SCHEDULES, build_graph, spec_for
+from flashforward_core.kv_policy import WindowOptions
 from flashforward_core.model import compiled
 from flashforward_core.model.compiled import compiled_parts, num_compilations
-from flashforward_core.model.transformer import Block
 from flashforward_core.specs import PromptSpan, RolloutSpec
 
 pytestmark = pytest.mark.cpu
@@ -177,11 +177,10 @@ def test_one_compilation_serves_all_blocks_and_histories(rig: Any, monkeypatch: 
     assert made == 3 * 3  # renderer chunks of 3 and 2, anchor blocks of 2; two blocks each, histories of 0 to 2 chunks
     assert torch.equal(run(rig, spec, fast=FastOptions(compile="on")), expected)
     assert num_compilations() - before == made
-    for _ in range(2):  # recorded parts are compiled once too; here they run again
-        told: list[Launches] = []
-        assert torch.equal(run(rig, spec, fast=FastOptions(compile="on", graphs="on"), told=told), expected)
-        assert sum(lane.in_parts for lane in told) > 0
-    assert num_compilations() - before == made + 2 * 3  # the last chunk of 2 has too few forwards to record
+    told: list[Launches] = []  # recordings are of the same compiled code; here they run again
+    assert torch.equal(run(rig, spec, fast=FastOptions(compile="on", graphs="on"), told=told), expected)
+    assert sum(lane.in_parts for lane in told) > 0
+    assert num_compilations() - before == made
 
 
 def test_without_a_compiler_blocks_run_eagerly_after_one_warning(
@@ -191,7 +190,7 @@ def test_without_a_compiler_blocks_run_eagerly_after_one_warning(
         raise OSError("no C++ compiler found")
 
     compiled._warn.cache_clear()
-    monkeypatch.setattr(forward, "compiled_parts", lambda *key: compiled_parts(*key, backend=no_compiler))
+    monkeypatch.setattr(forward, "compiled_parts", partial(compiled_parts, backend=no_compiler))
     spec = rig.spec("self_forcing", latent_frames=6)
     expected = run(rig, spec, fast=FastOptions())
     with caplog.at_level(logging.WARNING):
@@ -201,13 +200,14 @@ def test_without_a_compiler_blocks_run_eagerly_after_one_warning(
 
 
 def test_what_the_parts_do_is_what_a_block_does(rig: Any) -> None:
-    """Block.forward calls before and after; compiled blocks call before, between and finish."""
+    """Block.forward calls before and after; compiled blocks call before, between and finish, in fixed memory or not."""
     spec = rig.spec("self_forcing", latent_frames=6)
-    plain = compiled.BlockParts(Block.before, Block.between, Block.finish)
     expected = run(rig, spec, fast=FastOptions())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward, "compiled_parts", lambda *key: plain)
+        patch.setattr(forward, "compiled_parts", lambda *key, parts=compiled.PLAIN: parts)
         assert torch.equal(run(rig, spec, fast=FastOptions(compile="on")), expected)
+        window = replace(spec, kv_policy=WindowOptions(budget_frames=5))
+        assert torch.equal(run(rig, window, fast=FastOptions(compile="on")), run(rig, window, fast=FastOptions()))
 
 
 @pytest.mark.parametrize("field", ["compile", "graphs", "channels_last"])
