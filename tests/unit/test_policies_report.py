@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from flashforward_core import cli
+
 pytestmark = pytest.mark.cpu
 
 pytest.importorskip("matplotlib", reason="the page has plots")
@@ -72,7 +74,8 @@ def test_choices_are_compared_with_the_default_size_by_size(report: ModuleType, 
     assert "Nearer than the default by more than the interval: window." in long
     assert "| window | 0.050 ± 0.010 | 0.260 ± 0.040 | -0.040 ± 0.050 |" in short
     assert "Nearer than the default by more than the interval: none." in short
-    assert "2 of 22 choices were measured. Least in the last quarter: window." in long
+    assert "2 of 22 choices were measured: 1 of the 20 within Future Forcing and 1 of first in, first out." in long
+    assert "Least in the last quarter: window." in long
 
 
 def test_the_future_s_weight_is_compared_by_videos_and_by_attention(report: ModuleType, tmp_path: Path) -> None:
@@ -127,3 +130,52 @@ def test_a_cache_that_still_grows_is_not_called_full(report: ModuleType, tmp_pat
     text = page(report, tmp_path, rows)
     assert "all three +10.0 %" in text
     assert "the same at all lengths" not in text
+
+
+def test_the_beginning_says_what_each_policy_is_for_by_the_rows(report: ModuleType, tmp_path: Path) -> None:
+    gains = {"window": 0.0, "future_forcing": 0.4, "temp_cache": -3.0}
+    rows = [line for name, gain in gains.items() for line in compared(name, gain)]
+    rows.append(row("chunk_ms", 96, policy="full", captions=4, latents=81))
+    for threshold, error, kept in (("0.98", 0.091, 0.81), ("0.99", 0.065, 0.88)):
+        rows.append(row("attention_error", error, policy=f"threshold={threshold}", budget=9, latents=81))
+        rows.append(row("kept", kept, policy=f"threshold={threshold}", budget=9, latents=81))
+    first = page(report, tmp_path, rows).split("## Which policy?")[1].split("\n## ")[0]
+    assert "under the full history 96." in first
+    assert "in dB over `window` by budget +0.4 at 9 (within its interval of 0.5). It takes 10 to 10 times" in first
+    assert "in dB late by budget -3.0 at 9." in first
+    assert "0.091 at 0.98, where 81 % stays, and 0.065 at 0.99, where 88 % stays" in first
+
+
+def test_memory_is_what_simulate_says(report: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table's second and fourth column: the usual window, and Future Forcing with the table's budget."""
+    text = page(report, tmp_path, compared("window", 0.0))
+    for schedule in ("self_forcing", "flashforward"):
+        (line,) = [line for line in text.splitlines() if line.startswith(f"| `{schedule}` | ")]
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        for policy, cell in (("keep", cells[1]), ("future_forcing --kv-budget 9", cells[4])):
+            assert cli.main(["simulate", "--schedule", schedule, "--kv-policy", *policy.split()]) == 0
+            assert f"memory per device, GiB  {cell}  (" in capsys.readouterr().out
+
+
+def test_keep_is_where_a_window_without_a_sink_is(report: ModuleType, tmp_path: Path) -> None:
+    rows = compared("window", 0.0)
+    assert "with as long a `history`.\n" in page(report, tmp_path, rows)
+    for latents, shift in ((24, 0.5), (81, 0.0)):
+        for choice, late in (("window", 0.3), ("window sink=0", 0.4)):
+            config = {"choice": choice, "budget": 9, "captions": 4, "latents": latents}
+            rows += [row(metric, late + shift, ci95=0.01, **config) for metric in ("first_error", "late_error")]
+    assert "that is 0.400 ± 0.010 at 9, and 0.300 ± 0.010 with the sink." in page(report, tmp_path, rows)
+
+
+def test_what_sparse_attention_does_to_videos_has_a_row_per_choice(report: ModuleType, tmp_path: Path) -> None:
+    config = {"schedule": "flashforward", "latents": 30, "captions": 6}
+    rows = [row("density", 0.13, what="ann_sa", frames=9), row("density", 0.141, what="ann_sa", frames=33)]
+    for name, value in (("none", 1.0), ("self", 0.5)):
+        metrics = ("faithfulness", "caption_sky", "caption_hills", "caption_colour", "caption_motion", "palette_error")
+        rows += [row(metric, value, ci95=0.1, sparse=name, **config) for metric in metrics]
+    rows.append(row("psnr", 14.0, ci95=0.5, sparse="self", **config))
+    text = page(report, tmp_path, rows)
+    same = "0.50 ± 0.10"
+    assert f"| `self` | {same} | {same} | {same} | {same} | {same} | 0.5 ± 0.1 | 14.0 ± 0.5 |" in text
+    assert "| 1.0 ± 0.1 | – |" in text
+    assert "a bucket (13 to 14 % of all pairs) misses most" in text
