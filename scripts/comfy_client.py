@@ -6,8 +6,8 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ class Result:
     outputs: Json
     """Per node id, what the node shows."""
     status: Json
+    refused: tuple[str, ...] = ()
+    """Why the server left some outputs out, a line per node whose values do not fit, and last, which outputs."""
 
     def files(self, output: Path) -> list[Path]:
         """List the files that were saved, given the server's output folder."""
@@ -43,12 +45,32 @@ class Result:
         """List the SHA-256 of every render's latents."""
         return [digest for shown in self.outputs.values() for digest in shown.get("sha256", [])]
 
+    def sha256_lines(self, prompt: Json) -> list[str]:
+        """List the same with the node that each comes from, as lines for people."""
+        return [
+            f"latents sha256 {digest}  {node_name(node_id, prompt)}"
+            for node_id, shown in self.outputs.items()
+            for digest in shown.get("sha256", [])
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """What the server said to a prompt that it took."""
+
+    prompt_id: str
+    refused: tuple[str, ...]
+    """See ``Result``."""
+
 
 Progress = Callable[[str, int, int], None]
 """Called with node id, steps done and steps in all."""
 
 Preview = Callable[[bytes], None]
 """Called with each preview's encoded image."""
+
+Refusal = Callable[[tuple[str, ...]], None]
+"""Called with ``Result.refused``, before the rest runs."""
 SHOWS_PICTURES = {"supports_preview_metadata": False}  # but plain previews
 PREVIEW_EVENT = (1).to_bytes(4, "big")  # the websocket's mark of a preview image; 4 bytes of image type follow
 
@@ -68,19 +90,27 @@ class Client:
             with urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers), timeout=60) as answer:
                 content = answer.read()
         except urllib.error.HTTPError as error:
-            raise RunError(_reasons(error.read().decode(errors="replace"))) from error
+            raise RunError(_reasons(error.read().decode(errors="replace"), body)) from error
         return json.loads(content) if content.strip() else None
 
     def object_info(self) -> dict[str, Json]:
         """Fetch every node's schema."""
         return self.request("/object_info")  # type: ignore[no-any-return]
 
-    def queue(self, prompt: Json, *, workflow: Json | None = None) -> str:
-        """Queue the server's form of a workflow; the editor's form goes along as metadata. Return the prompt's id."""
+    def queue(self, prompt: Json, *, workflow: Json | None = None, on_refused: Refusal | None = None) -> Queued:
+        """Queue the server's form of a workflow; the editor's form goes along as metadata.
+
+        Of a workflow with several outputs the server takes those that are valid: ``Queued.refused`` says what is
+        missing. If none is, it raises ``RunError``.
+        """
         body: Json = {"prompt": prompt, "client_id": self.client_id}
         if workflow is not None:
             body["extra_data"] = {"extra_pnginfo": {"workflow": workflow}}
-        return self.request("/prompt", body)["prompt_id"]  # type: ignore[no-any-return]
+        answer = self.request("/prompt", body)
+        refused = _refused(answer.get("node_errors") or {}, prompt)
+        if refused and on_refused is not None:
+            on_refused(refused)
+        return Queued(prompt_id=answer["prompt_id"], refused=refused)
 
     def interrupt(self) -> None:
         """Stop what is running."""
@@ -104,8 +134,13 @@ class Client:
         raise RunError(f"the run took longer than {timeout_s:.0f} s")
 
     async def _follow(
-        self, prompt: Json, workflow: Json | None, on_progress: Progress, on_preview: Preview | None
-    ) -> str:
+        self,
+        prompt: Json,
+        workflow: Json | None,
+        on_progress: Progress,
+        on_preview: Preview | None,
+        on_refused: Refusal | None,
+    ) -> Queued:
         import aiohttp  # one of ComfyUI's own requirements
 
         url = f"{self.url}/ws?clientId={self.client_id}"
@@ -114,7 +149,7 @@ class Client:
                 await socket.send_json({"type": "feature_flags", "data": SHOWS_PICTURES})
                 while (await socket.receive_json())["type"] != "feature_flags":
                     pass  # the server answers with its own
-            prompt_id = self.queue(prompt, workflow=workflow)
+            queued = self.queue(prompt, workflow=workflow, on_refused=on_refused)
             async for message in socket:
                 if message.type is aiohttp.WSMsgType.BINARY and message.data[:4] == PREVIEW_EVENT and on_preview:
                     on_preview(message.data[8:])
@@ -122,12 +157,12 @@ class Client:
                     continue
                 event = json.loads(message.data)
                 data = event.get("data") or {}
-                if data.get("prompt_id") != prompt_id:
+                if data.get("prompt_id") != queued.prompt_id:
                     continue
                 if event["type"] == "progress":
                     on_progress(str(data["node"]), data["value"], data["max"])
                 if event["type"] in ("execution_success", "execution_error", "execution_interrupted"):
-                    return prompt_id
+                    return queued
         raise RunError("the server closed the connection")
 
     def run(
@@ -137,30 +172,53 @@ class Client:
         workflow: Json | None = None,
         on_progress: Progress | None = None,
         on_preview: Preview | None = None,
+        on_refused: Refusal | None = None,
     ) -> Result:
         """Queue, follow and wait; an error while running raises ``RunError``. Previews come only with progress."""
         import asyncio
 
         if on_progress is None:
-            prompt_id = self.queue(prompt, workflow=workflow)
+            queued = self.queue(prompt, workflow=workflow, on_refused=on_refused)
         else:
-            prompt_id = asyncio.run(self._follow(prompt, workflow, on_progress, on_preview))
-        result = self.wait(prompt_id)
+            queued = asyncio.run(self._follow(prompt, workflow, on_progress, on_preview, on_refused))
+        result = replace(self.wait(queued.prompt_id), refused=queued.refused)
         if result.status.get("status_str") != "success":
             raise RunError(_failure(result.status))
         return result
 
 
-def _reasons(body: str) -> str:
+def node_name(node_id: str, prompt: Json) -> str:
+    """Name a node as messages do, with the title that the user gave it."""
+    node = prompt.get(node_id, {})
+    title = node.get("_meta", {}).get("title")
+    return f"node {node_id} ({node.get('class_type')}{f', {title!r}' if title else ''})"
+
+
+def _reasons(body: str, sent: Json | None) -> str:
     try:
         answer = json.loads(body)
     except json.JSONDecodeError:
         return body
-    lines = [answer["error"]["message"]] if isinstance(answer.get("error"), dict) else [body]
-    for node_id, node in (answer.get("node_errors") or {}).items():
-        for error in node["errors"]:
-            lines.append(f"node {node_id} ({node['class_type']}): {error['message']}: {error['details']}")
-    return "\n".join(dict.fromkeys(lines))
+    first = answer["error"]["message"] if isinstance(answer.get("error"), dict) else body
+    return "\n".join([first, *_node_reasons(answer.get("node_errors") or {}, (sent or {}).get("prompt", {}))])
+
+
+def _node_reasons(node_errors: Mapping[str, Json], prompt: Json) -> list[str]:
+    """Say in a line per node and reason why the server refused it."""
+    lines = [
+        f"{node_name(node_id, prompt)}: {error['message']}: {error['details']}"
+        for node_id, node in node_errors.items()
+        for error in node["errors"]
+    ]
+    return list(dict.fromkeys(lines))
+
+
+def _refused(node_errors: Mapping[str, Json], prompt: Json) -> tuple[str, ...]:
+    """Say why some outputs are left out and, last, which; empty if none is."""
+    lost = dict.fromkeys(output for node in node_errors.values() for output in node["dependent_outputs"])
+    if not lost:
+        return ()
+    return (*_node_reasons(node_errors, prompt), f"not made: {', '.join(node_name(output, prompt) for output in lost)}")
 
 
 def _failure(status: Json) -> str:
@@ -184,7 +242,7 @@ def progress_printer(prompt: Json) -> Progress:
         shown[node_id] = tenth
         name = prompt.get(node_id, {}).get("class_type", node_id).removeprefix("FlashForward")
         seconds = time.monotonic() - start
-        print(f"{seconds:6.1f} s  {name:12} {'#' * tenth:10} {done}/{total}", file=sys.stderr, flush=True)
+        print(f"{seconds:6.1f} s  {node_id:>3} {name:12} {'#' * tenth:10} {done}/{total}", file=sys.stderr, flush=True)
 
     return show
 
@@ -217,14 +275,29 @@ def load_workflow(
         raise RunError(f"{file}: {error}") from error
 
 
-def run_file(url: str, file: Path, *, output: Path, prompt: str | None = None, seed: int | None = None) -> list[Path]:
-    """Run a workflow file and print the latents' SHA-256 and, last, the path of each video."""
+def run_file(
+    url: str, file: Path, *, output: Path | None = None, prompt: str | None = None, seed: int | None = None
+) -> int:
+    """Run a workflow file; print each render's SHA-256 of its latents and, last, the path of each video.
+
+    Without the server's ``output`` folder, the place in it of each file that was saved. What the server refused of the
+    workflow is on stderr before the rest runs, and at the end which outputs are missing. Return the exit status: 1 if
+    some are.
+    """
     client = Client(url)
     api, editor = load_workflow(client, file, prompt=prompt, seed=seed)
-    result = client.run(api, workflow=editor, on_progress=progress_printer(api))
-    files = [path for path in result.files(output) if path.suffix in VIDEO_SUFFIXES]
-    for digest in result.sha256():
-        print(f"latents sha256 {digest}")
-    for path in files:
-        print(path, flush=True)
-    return files
+    result = client.run(api, workflow=editor, on_progress=progress_printer(api), on_refused=_say_refused)
+    for line in result.sha256_lines(api):
+        print(line)
+    for path in result.files(output or Path()):
+        if output is None:
+            print(f"in ComfyUI's output folder: {path}", flush=True)
+        elif path.suffix in VIDEO_SUFFIXES:
+            print(path, flush=True)
+    if result.refused:
+        print(f"refused in part, as said above; {result.refused[-1]}", file=sys.stderr, flush=True)
+    return 1 if result.refused else 0
+
+
+def _say_refused(lines: tuple[str, ...]) -> None:
+    print("refused in part; the rest runs", *lines, sep="\n", file=sys.stderr, flush=True)

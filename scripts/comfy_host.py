@@ -371,8 +371,8 @@ def _keep_open(server: Server, *, workflow: Path | None = None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0, 1 for a failure, 2 for a wrong call."""
-    options = _parse(arguments)
+    """Run one command; the exit code is 0, 1 for a failure or a refusal of part of a workflow, 2 for a wrong call."""
+    options, status = _parse(arguments), 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves the with block, which stops the server
     try:
         if options.command == "run":
@@ -384,7 +384,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.execv(host.python, [str(host.python), __file__, *(arguments or sys.argv[1:])])
         with Server(host=host, port=options.port, cpu=options.cpu) as server:
             if options.command == "run":
-                run_file(server.url, options.workflow, output=server.output, prompt=options.prompt, seed=options.seed)
+                wanted = {"prompt": options.prompt, "seed": options.seed}
+                status = run_file(server.url, options.workflow, output=server.output, **wanted)
             if options.command == "serve" or options.serve:
                 _keep_open(server, workflow=options.workflow if options.command == "run" else None)
     except (HostError, RunError) as error:
@@ -392,7 +393,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
+    return status
 
 
 if __name__ == "__main__":

@@ -121,8 +121,8 @@ def _as_saved() -> Iterator[None]:
 def to_api(workflow: Json, object_info: Mapping[str, Json]) -> Json:
     """Convert the editor's form to the server's.
 
-    Covers nodes, links, reroutes, bypass, mute and notes. Raises ``WorkflowError`` for a node that the server lacks,
-    for subgraphs, and for what no editor saves.
+    Covers nodes and their titles, links, reroutes, bypass, mute and notes. Raises ``WorkflowError`` for a node that the
+    server lacks, for subgraphs, and for what no editor saves.
     """
     with _as_saved():
         return _to_api(workflow, object_info)
@@ -143,7 +143,8 @@ def _to_api(workflow: Json, object_info: Mapping[str, Json]) -> Json:
             source = _source(entry["link"], workflow, links)
             if source is not None:
                 inputs[entry["name"]] = [str(source[0]), source[1]]
-        prompt[str(node["id"])] = {"class_type": node["type"], "inputs": inputs}
+        titled = {"_meta": {"title": node["title"]}} if node.get("title") else {}
+        prompt[str(node["id"])] = {"class_type": node["type"], "inputs": inputs, **titled}
     return prompt
 
 

@@ -2,7 +2,7 @@
 
 ``.venv/bin/python scripts/headless.py api workflows/quickstart.json --out quickstart.api.json`` asks a server for its
 nodes' inputs: the one at ``--server``, or one that is started for a moment. ``… run quickstart.json --server URL``
-queues a workflow in either form, shows progress and prints the latents' SHA-256.
+queues a workflow in either form, shows progress and prints the SHA-256 of each render's latents.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from comfy_client import Client, RunError, load_workflow, progress_printer
+from comfy_client import Client, RunError, load_workflow, run_file
 from comfy_host import HostError, Server, provisioned
 
 
@@ -45,19 +45,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0, or 1 for a failure."""
+    """Run one command; the exit code is 0, or 1 for a failure or a workflow that was refused in part."""
     options = _parse(arguments)
     try:
         with server_url(options.server) as url:
-            client = Client(url)
-            api, editor = load_workflow(client, options.workflow, prompt=options.prompt, seed=options.seed)
             if options.command == "run":
-                result = client.run(api, workflow=editor, on_progress=progress_printer(api))
-                for digest in result.sha256():
-                    print(f"latents sha256 {digest}")
-                for path in result.files(Path()):
-                    print(f"in ComfyUI's output folder: {path}")
-                return 0
+                return run_file(url, options.workflow, prompt=options.prompt, seed=options.seed)
+            api, _ = load_workflow(Client(url), options.workflow, prompt=options.prompt, seed=options.seed)
         text = json.dumps(api, indent=1, ensure_ascii=False) + "\n"
         if options.out is None:
             print(text, end="")

@@ -1,12 +1,16 @@
 """KV Policy through the real server: it reaches the render, and settings that cannot work are refused by name."""
 
+import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import comfy_host
+import headless
 import pytest
 from comfy_client import Client, RunError
-from comfy_host import Server
+from comfy_host import Host, Server
 from comfy_workflow import to_api
 
 from flashforward_core.media import read_frames
@@ -66,3 +70,57 @@ def test_the_workflow_that_compares_policies_makes_a_video_of_each(
     shown = [[frames.tobytes() for frames in read_frames(path)] for path in videos]
     assert [len(frames) for frames in shown] == [49] * 3
     assert shown[0] != shown[1] != shown[2] != shown[0]
+
+
+def short(graph: Json) -> Json:
+    """Cut the plans of a workflow in the editor's form to 3 latents, one chunk."""
+    for node in graph["nodes"]:
+        if node["type"] == "FlashForwardPlan":
+            node["widgets_values"][2] = 9 / 16
+    return graph
+
+
+def refused_in_part(graph: Json) -> tuple[str, str]:
+    """Give Future Forcing a budget that it refuses and the first render a title; return the ids of both nodes."""
+    policy = next(node for node in graph["nodes"] if "future_forcing" in node.get("widgets_values", []))
+    policy["widgets_values"] = ["future_forcing", 3, 3, 0.5, 0.9]
+    titled = next(node for node in graph["nodes"] if node["type"] == "FlashForwardRender")
+    titled["title"] = "nothing is forgotten"
+    return str(policy["id"]), str(titled["id"])
+
+
+@pytest.mark.parametrize("command", ["headless", "comfy_host"])
+def test_a_refused_row_is_told_and_the_others_run(
+    command: str,
+    host: Host,
+    server: Server,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph, file = short(json.loads((ROOT / "workflows" / "compare_policies.json").read_text())), tmp_path / "some.json"
+    policy, titled = refused_in_part(graph)
+    renders = {str(node["id"]) for node in graph["nodes"] if node["type"] == "FlashForwardRender"}
+    file.write_text(json.dumps(graph))
+    if command == "headless":
+        status = headless.main(["run", str(file), "--server", server.url])
+    else:
+        monkeypatch.setattr(comfy_host, "provision", lambda **_: host)
+        monkeypatch.setattr(comfy_host, "Server", lambda **_: contextlib.nullcontext(server))  # which runs already
+        status = comfy_host.main(["run", str(file), "--seed", "11"])  # another, or ComfyUI would not render again
+    shown, err = capsys.readouterr()
+    out = shown.splitlines()
+    assert status == 1
+    (told,) = [line for line in err.splitlines() if line.startswith(f"node {policy} (FlashForwardKVPolicy): ")]
+    assert "budget_frames=3 leaves no choice beside sink_frames=3 and 3 recent frames; use at least 7" in told
+    assert err.splitlines()[:2] == ["refused in part; the rest runs", told]  # before hours of the rest
+    assert (
+        len(re.findall(r"not made: .*node \d+ \(FlashForwardDecodeVideo\)", err)) == 2
+    )  # at the beginning and the end
+    digests = [
+        re.fullmatch(r"latents sha256 [0-9a-f]{64}  node (\d+) \(FlashForwardRender(.*)\)", line) for line in out
+    ]
+    titles = {found[1]: found[2] for found in digests if found}
+    assert titles.keys() < renders and len(titles) == len(renders) - 1
+    assert {key: title for key, title in titles.items() if title} == {titled: ", 'nothing is forgotten'"}
+    assert len([line for line in out if line.endswith(".mp4")]) == len(titles)
