@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 INTERRUPTED = 130  # what a shell reports for a program that ctrl-C ended
 
@@ -46,9 +47,16 @@ def cache_folder() -> Path:
         return Path(tempfile.gettempdir()) / "flashforward"
 
 
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with a call, as the commands do."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     """Return the parser; only the ``chosen`` command gets its own arguments."""
-    parser = argparse.ArgumentParser(prog="flashforward_core", description="Long video from few-step diffusion.")
+    parser = Parser(prog="flashforward_core", description="Long video from few-step diffusion.")
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         sub = parsers.add_parser(name, help=command.help, description=command.help.capitalize() + ".")

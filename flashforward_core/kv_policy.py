@@ -92,15 +92,16 @@ class TempCacheOptions:
     """Least cosine of two keys, before rotary positions, to merge them; above 1 nothing merges."""
     ann: AnnOptions = field(default_factory=AnnOptions)
     """How a query's corresponding key is found."""
-    budget_frames: int = 18
-    """Latent frames' worth of merged tokens that are kept at most; the oldest go first."""
+    budget_frames: int = 9
+    """Latent frames' worth of merged tokens that are kept at most; the oldest go first. More than 9 takes longer and came
+    no nearer to the full cache (docs/policies.md)."""
 
     def __post_init__(self) -> None:
         _check_kinds(self)
         if not self.threshold > 0:
             raise ValueError(f"threshold={self.threshold} merges unrelated tokens; use a cosine above 0, such as 0.9")
         if self.budget_frames < self.least_budget:
-            raise ValueError(f"budget_frames={self.budget_frames} keeps nothing; use at least 1, such as 18")
+            raise ValueError(f"budget_frames={self.budget_frames} keeps nothing; use at least 1, such as 9")
 
     @property
     def least_budget(self) -> int:
@@ -169,7 +170,7 @@ class FutureForcingOptions:
 
 KVPolicy = KeepOptions | WindowOptions | FutureForcingOptions | TempCacheOptions
 
-KV_POLICIES: Registry[type[KVPolicy]] = Registry("kv policy")
+KV_POLICIES: Registry[type[KVPolicy]] = Registry("kv_policy")
 KV_POLICIES.add("keep")(KeepOptions)
 KV_POLICIES.add("window")(WindowOptions)
 KV_POLICIES.add("future_forcing")(FutureForcingOptions)
@@ -188,23 +189,61 @@ def moves_keys(policy: KVPolicy) -> bool:
     return isinstance(policy, FutureForcingOptions)
 
 
-def policy_named(name: str, *, budget_frames: int | None = None) -> KVPolicy:
-    """Return a policy with its defaults, but for the budget if one is given.
+OPTIONS = {
+    "budget_frames": "kv_budget",
+    "sink_frames": "kv_sink",
+    "future_weight": "kv_future_weight",
+    "threshold": "kv_threshold",
+}
+"""A policy's settings that the command line has, and what they are called there; what is not given is the default."""
 
-    ``ValueError``, in the command line's words, if the policy has no budget or cannot work with so small a one.
+
+def has_option(name: str, setting: str) -> bool:
+    """Whether the policy ``name`` has a setting."""
+    return setting in {entry.name for entry in fields(KV_POLICIES[name])}
+
+
+def default_of(name: str, setting: str) -> Any:
+    """Return what a setting is unless it is chosen. Policies that share a setting share its default."""
+    return getattr(KV_POLICIES[name](), setting)
+
+
+def policy_named(name: str, **settings: int | float | None) -> KVPolicy:
+    """Return a policy with its defaults, but for the settings of ``OPTIONS`` that are given.
+
+    ``ValueError``, in the command line's words, for a setting that the policy does not have, or cannot work with.
     """
     kind = KV_POLICIES[name]
-    if budget_frames is None:
+    given: dict[str, Any] = {setting: value for setting, value in settings.items() if value is not None}
+    for setting, value in given.items():
+        if not has_option(name, setting):
+            others = ", ".join(other for other in KV_POLICIES if has_option(other, setting))
+            raise ValueError(f"{OPTIONS[setting]}={value} has no use with kv_policy={name!r}; it is for: {others}")
+    if kind is KeepOptions:
         return kind()
-    default = kind()
-    if isinstance(default, KeepOptions):
-        raise ValueError(f"kv_budget={budget_frames} has no use with kv_policy={name!r}; choose another policy")
-    if budget_frames < (least := default.least_budget):
+    sink, budget = given.get("sink_frames", 0), given.get("budget_frames", default_of(name, "budget_frames"))
+    if sink < 0:
+        raise ValueError(f"kv_sink={sink} is below 0; use --kv-sink 0 or more")
+    try:
+        large: Any = kind(**given | {"budget_frames": max(budget, sink + LARGE)})
+    except ValueError as error:
+        raise ValueError(_in_options(str(error))) from None
+    if budget < (least := large.least_budget):
         raise ValueError(
-            f"kv_budget={budget_frames} is below {least}, the least latent frames that kv_policy={name!r} works with; "
+            f"kv_budget={budget} is below {least}, the least latent frames that kv_policy={name!r} works with; "
             f"use --kv-budget {least} or more"
         )
-    return replace(default, budget_frames=budget_frames)
+    return kind(**given)
+
+
+LARGE = 1000  # latent frames that leave any policy a choice beside its sink
+
+
+def _in_options(text: str) -> str:
+    """Name settings as the command line does."""
+    for setting, option in OPTIONS.items():
+        text = text.replace(f"{setting}=", f"{option}=")
+    return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,5 +301,5 @@ def sparse_named(name: str, *, attention: str = "auto") -> SparseOptions | None:
         raise ValueError(f"sparse_attention={attention!r} is unknown; use one of: auto, {', '.join(SPARSE_KERNELS)}")
     options = SPARSE_CHOICES[name]
     if options is None and attention != "auto":
-        raise ValueError(f"sparse_attention={attention!r} has no use with sparse={name!r}; use sparse=both")
+        raise ValueError(f"sparse_attention={attention!r} has no use with sparse={name!r}; use --sparse both")
     return None if options is None else replace(options, attention=attention)

@@ -7,7 +7,7 @@ naming the field, its value, the bound and the remedy.
 import math
 from dataclasses import dataclass, field
 
-from .kv_policy import KeepOptions, KVPolicy, SparseOptions
+from .kv_policy import FutureForcingOptions, KeepOptions, KVPolicy, SparseOptions, WindowOptions
 
 SPATIAL_FACTOR = 8  # the Wan VAE's spatial stride
 TEMPORAL_FACTOR = 4  # the Wan VAE's temporal stride; the first latent frame is one video frame
@@ -309,6 +309,42 @@ class RolloutSpec:
             f"{found} anchor{'s' if found > 1 else ''} in {latents} latent frames, so what moves may get lost; use an "
             f"anchor stride of {stride} or less"
         )
+
+    @property
+    def soft_prompts(self) -> str:
+        """Advice where a prompt that begins without a hard cut hardly reaches the anchors; empty where it does."""
+        if not self.history.planner_blocks:
+            return ""
+        soft = [span for span in self.prompts[1:] if not span.hard_cut]
+        scenes = [self.scene_anchors(span.start) for span in soft]
+        if self.anchors is None or not any(scenes):
+            return ""
+        size, stride = self.anchors.block_frames, self.anchors.stride
+        follows = any(  # a block goes by the prompt of its first anchor
+            index * stride >= span.start
+            for span, scene in zip(soft, scenes, strict=True)
+            for index in scene[size::size]
+        )
+        return (
+            "a prompt that begins without # may hardly show, since anchors that are planned with history stay with "
+            f"the prompt before; use {'a planner history of 0, or ' if follows else ''}# for a hard cut"
+        )
+
+    @property
+    def idle_policy(self) -> str:
+        """Advice for a KV policy that never drops anything; empty for others, and for TempCache, which merges."""
+        policy, seen = self.kv_policy, self.chunk(self.num_chunks - 1).start
+        if not isinstance(policy, WindowOptions | FutureForcingOptions) or policy.budget_frames < seen:
+            return ""
+        return (
+            f"a budget of {policy.budget_frames} keeps all that {self.shape.latent_frames} latent frames look back at, "
+            "so the KV policy drops nothing; use a smaller budget, or keep"
+        )
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What may surprise in the video, and what to do about it; mostly empty."""
+        return tuple(filter(None, (self.few_anchors, self.soft_prompts, self.idle_policy)))
 
     def prompt_at(self, latent_frame: int) -> int:
         """Index of the prompt that holds at ``latent_frame``."""

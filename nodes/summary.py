@@ -278,8 +278,7 @@ def in_words(found: Prediction) -> str:
     ]
     if largest := max(found.render.memory, key=lambda memory: memory.peak_bytes, default=None):
         lines.append(f"memory: {size(largest.peak_bytes)} on {largest.device} ({largest.parts()})")
-    lines += [spec.few_anchors] if spec.few_anchors else []
-    return "\n".join(lines)
+    return "\n".join([*lines, *spec.advice])
 
 
 def describe(plan: PlanValue, backbone: Backbone) -> str:

@@ -37,6 +37,7 @@ from .bench_models import random_transformer
 from .bench_rows import RowBook, machine, read_rows
 
 SIZES = {"128x192": (192, 128), "480p": (832, 480), "720p": (1280, 720)}
+CACHED = TempCacheOptions(budget_frames=18)  # as in all recorded rows
 WINDOW_FRAMES = 18  # latent frames of history in the bounded window that the others are compared with
 CHUNK_FRAMES = 3
 STAGES = 4
@@ -184,7 +185,7 @@ class Bench:
 
     def _kept_tokens(self, history: int) -> int:
         """Return what TempCache holds of a history: what does not merge, up to its budget."""
-        budget = min(history, TempCacheOptions().budget_frames)
+        budget = min(history, CACHED.budget_frames)
         return min(int(self.densities.temp_cache * history * self.grid.frame_tokens), budget * self.grid.frame_tokens)
 
     def _page_sizes(self, history: int) -> list[int]:
@@ -225,8 +226,8 @@ class Bench:
         own = OwnKV(q_BLHD=q, k_BLHD=k[:, kept:].contiguous(), v_BLHD=v[:, kept:].contiguous())
         compact = COMPACTORS["temp_cache"]
         if grouped:
-            return self._seconds(lambda: compact(state, own, at, TempCacheOptions()).grouped(self.sparse))
-        return self._seconds(lambda: compact(state, own, at, TempCacheOptions()))
+            return self._seconds(lambda: compact(state, own, at, CACHED).grouped(self.sparse))
+        return self._seconds(lambda: compact(state, own, at, CACHED))
 
     def _cross(self, q: Tensor, *, sparse: bool) -> tuple[float, float]:
         """Return seconds of cross-attention in a dense and in a sparse block."""

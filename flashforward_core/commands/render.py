@@ -9,9 +9,10 @@ from ..engine.memory import KV_CHOICES, OFFLOAD_CHOICES, MemoryOptions
 from ..engine.placement import LAYOUTS, ORDERS
 from ..graph.anchors import RULES
 from ..graph.schedules import SCHEDULES, spec_for
-from ..kv_policy import KV_POLICIES, SPARSE_KERNELS, policy_named, sparse_named
+from ..kv_policy import SPARSE_KERNELS, sparse_named
 from ..names import check_name
-from ..specs import AnchorPlan, History, RolloutSpec, VideoShape
+from ..specs import AnchorPlan, RolloutSpec, VideoShape
+from .policy_options import add_policy_arguments, history_of, policy_of
 
 LONGEST_NAME = 230  # bytes: file systems take 255, and the partial file's name is longer than the video's
 DTYPES = ("fp32", "bf16")
@@ -99,19 +100,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", default="flashforward", help=f"one of: {', '.join(SCHEDULES)} (flashforward)")
     parser.add_argument("--anchor-stride", type=int, default=10, metavar="N", help="latent frames between anchors (10)")
     parser.add_argument("--anchor-rule", default="nearest", help=f"one of: {', '.join(RULES)} (nearest)")
-    parser.add_argument("--history", type=int, default=5, metavar="N", help="earlier chunks that a chunk reads (5)")
-    parser.add_argument("--planner-history", type=int, default=6, metavar="N", help="earlier anchor blocks read (6)")
-    parser.add_argument("--sink", type=int, default=0, metavar="N", help="latent frames pinned to the start (0)")
-    parser.add_argument("--kv-policy", default="keep", help=f"one of: {', '.join(KV_POLICIES)} (keep)")
-    parser.add_argument("--kv-budget", type=int, metavar="N", help="latent frames' worth that the policy keeps")
+    add_policy_arguments(parser)
     parser.add_argument(
         "--sparse",
-        nargs="?",
-        const="both",
         default="none",
         metavar="WHICH",
         help="let later stages see only the tokens that are like theirs: self (of the video, AnnSA), cross (of the "
-        "prompt, AnnCA), both (if nothing follows), none (none)",
+        "prompt, AnnCA), both or none (none)",
     )
     parser.add_argument(
         "--sparse-attention",
@@ -134,9 +129,9 @@ def spec_of(args: argparse.Namespace, *, size: tuple[int, int]) -> RolloutSpec:
         shape=shape,
         schedule=args.schedule,
         anchors=AnchorPlan(stride=args.anchor_stride, rule=args.anchor_rule),
-        history=History(chunks=args.history, planner_blocks=args.planner_history, sink=args.sink),
+        history=history_of(args),
         seed=args.seed,
-        kv_policy=policy_named(args.kv_policy, budget_frames=args.kv_budget),
+        kv_policy=policy_of(args),
         sparse=sparse_named(args.sparse, attention=args.sparse_attention),
     )
     return spec_for(spec)

@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     _check_folder(args.out)
     films = [_film(wanted, args) for wanted in shard_of(read_prompts(args.prompts, seed=args.seed), args.shard)]
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    for told in dict.fromkeys(line for film in films for line in film.spec.advice):
+        logging.warning("%s", told)
     with one_interrupt():
         devices = devices_of(args)
         kernels = sparse_kernels(args, films[0].spec, devices) if films else ""

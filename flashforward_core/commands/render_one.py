@@ -95,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     for told in {advice(prompt.text) for prompt in prompts} - {""}:
         logging.warning("%s", told)
-    if spec.few_anchors:
-        logging.warning("%s", spec.few_anchors)
+    for told in spec.advice:
+        logging.warning("%s", told)
     try:
         with one_interrupt():
             result = _render(args, spec, [prompt.text for prompt in prompts])

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,9 +17,9 @@ from ..engine.simulate import simulate
 from ..graph.anchors import RULES
 from ..graph.schedules import SCHEDULES, build_graph, spec_for
 from ..graph.task import Slot, TaskGraph
-from ..kv_policy import KV_POLICIES, policy_named
 from ..model.config import EMBEDDED, MODELS, WanConfig
-from ..specs import MAX_DEVICES, AnchorPlan, History, RolloutSpec, VideoShape
+from ..specs import MAX_DEVICES, AnchorPlan, RolloutSpec, VideoShape
+from .policy_options import add_policy_arguments, history_of, policy_of
 from .simulate_queue import forecast
 from .simulate_queue import rows as queue_rows
 
@@ -46,11 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="1.3B", help=f"one of: {', '.join(MODELS)} (1.3B)")
     parser.add_argument("--resolution", help=f"{SIZES_SHOWN} in pixels")
     parser.add_argument("--chunk-frames", type=int, default=3, metavar="N", help="latent frames of a chunk (3)")
-    parser.add_argument("--history", type=int, default=5, metavar="N", help="earlier chunks that a chunk reads (5)")
-    parser.add_argument("--sink", type=int, default=0, metavar="N", help="latent frames pinned to the start (0)")
-    parser.add_argument("--kv-policy", default="keep", help=f"one of: {', '.join(KV_POLICIES)} (keep)")
-    parser.add_argument("--kv-budget", type=int, metavar="N", help="latent frames' worth that the policy keeps")
-    parser.add_argument("--planner-history", type=int, default=6, metavar="N", help="earlier anchor blocks read (6)")
+    add_policy_arguments(parser)
     parser.add_argument(
         "--anchor-stride", type=int, default=10, metavar="N", help="latent frames from anchor to anchor (10)"
     )
@@ -102,14 +99,13 @@ def _spec(args: argparse.Namespace, resolution: str) -> RolloutSpec:
     else:
         shape = VideoShape.from_seconds(args.seconds, width=width, height=height, fps=args.fps)
     plan = AnchorPlan(stride=args.anchor_stride, rule=args.anchor_rule)
-    history = History(chunks=args.history, planner_blocks=args.planner_history, sink=args.sink)
     spec = RolloutSpec(
         shape=shape,
         schedule=args.schedule,
         chunk_frames=args.chunk_frames,
         anchors=plan,
-        history=history,
-        kv_policy=policy_named(args.kv_policy, budget_frames=args.kv_budget),
+        history=history_of(args),
+        kv_policy=policy_of(args),
     )
     return spec_for(spec)
 
@@ -176,6 +172,8 @@ def run(args: argparse.Namespace) -> int:
     if args.devices > MAX_DEVICES:
         raise ValueError(f"devices={args.devices} is above {MAX_DEVICES}; use devices={MAX_DEVICES} or fewer")
     spec = _spec(args, resolution)
+    for told in spec.advice:
+        print(told, file=sys.stderr)
     cost = _cost(args, resolution)
     graph, placement, timeline = predict(
         spec,

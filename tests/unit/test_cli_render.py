@@ -12,14 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from flashforward_core.cli import main
+from flashforward_core.cli import build_parser, main
+from flashforward_core.commands.render import spec_of
 from flashforward_core.engine.rollout import render
+from flashforward_core.kv_policy import FutureForcingOptions
 from flashforward_core.media import probe, read_frames
 from flashforward_core.model.loading import load_embedded
 from flashforward_core.specs import PromptSpan, RolloutSpec, VideoShape
 
 pytestmark = pytest.mark.cpu
 
+SIZE = (192, 128)
 PROMPT = "a red ball bounces over green hills at noon"
 
 
@@ -96,10 +99,21 @@ def test_a_prompt_schedule_is_rendered_as_the_library_does(tmp_path: Path, capsy
         (["--offload", "maybe"], "offload='maybe' is unknown"),
         (["--budget-gib", "0.05", "--latent-frames", "1"], "memory: cpu needs about"),
         (["--anchor-rule", "fast"], "anchor_rule='fast' is unknown"),
-        (["--sparse", "--sparse-attention", "triton", "--latent-frames", "1"], "'triton' cannot run on cpu: it needs"),
-        (["--sparse-attention", "torch"], "sparse_attention='torch' has no use with sparse='none'"),
+        (
+            ["--sparse", "both", "--sparse-attention", "triton", "--latent-frames", "1"],
+            "'triton' cannot run on cpu: it needs",
+        ),
+        (["--sparse-attention", "torch"], "has no use with sparse='none'; use --sparse both"),
+        (["--kv-policy", "drop"], "kv_policy='drop' is unknown; use one of: keep, window"),
+        (["--kv-policy", "window", "--history", "3"], "history=3 has no use with kv_policy='window', which keeps"),
+        (["--kv-policy", "window", "--sink", "0"], "sink=0 has no use with kv_policy='window', which keeps frames of"),
+        (["--kv-policy", "temp_cache", "--sink", "3"], "frames of its own; leave it out, or --kv-policy keep"),
+        (["--kv-sink", "3"], "kv_sink=3 has no use with kv_policy='keep'; it is for: window, future_forcing"),
         (["--sparse", "some"], "sparse='some' is unknown; use one of: none, cross, self, both"),
-        (["--batch-diagonal", "--sparse", "--latent-frames", "1"], "batch_diagonal=True does not go with sparse"),
+        (
+            ["--batch-diagonal", "--sparse", "both", "--latent-frames", "1"],
+            "batch_diagonal=True does not go with sparse",
+        ),
         (["--crf", "99", "--latent-frames", "1"], "crf=99"),
         (["--seed", "-1"], "seed=-1"),
         (["--prompt", "a | b"], "has no length"),
@@ -112,6 +126,62 @@ def test_what_users_can_correct_is_one_line_and_status_2(
     shown = capsys.readouterr().err
     assert said in shown and shown.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--kv-budget", "nine"], "argument --kv-budget: invalid int value: 'nine'"),
+        (["--sparse"], "argument --sparse: expected one argument"),
+    ],
+)
+def test_what_the_parser_refuses_is_one_line_too(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command(tmp_path / "clip.mp4", *words)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"flashforward_core render: {said}; see flashforward_core render --help\n"
+
+
+def test_the_help_says_every_default_of_the_policies(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the node's widgets: tests/nodes/test_policies.py."""
+    with pytest.raises(SystemExit):
+        main(["render", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for option, default in (
+        ("--history N", "5"),
+        ("--sink N", "0"),
+        ("--kv-budget N", "9"),
+        ("--kv-sink N", "3"),
+        ("--kv-future-weight W", "0.5"),
+        ("--kv-threshold X", "0.9"),
+    ):
+        assert re.search(rf"{option} [^-][^(]*\({re.escape(default)}\)", shown.rpartition("options:")[2]), option
+
+
+def test_a_policy_s_settings_reach_the_rollout() -> None:
+    words = ["--kv-policy", "future_forcing", "--kv-budget", "12", "--kv-sink", "1", "--kv-future-weight", "0.25"]
+    spec = spec_of(build_parser("render").parse_args(["render", "--prompt", PROMPT, "--out", "x", *words]), size=SIZE)
+    assert spec.kv_policy == FutureForcingOptions(budget_frames=12, sink_frames=1, future_weight=0.25)
+    words = ["--history", "2", "--sink", "3"]
+    spec = spec_of(build_parser("render").parse_args(["render", "--prompt", PROMPT, "--out", "x", *words]), size=SIZE)
+    assert (spec.history.chunks, spec.history.sink, spec.history.planner_blocks) == (2, 3, 6)
+
+
+def test_a_soft_change_of_prompt_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise ValueError("far enough")
+
+    monkeypatch.setattr("flashforward_core.commands.render_one.load_embedded", stop)
+    later = "a blue boat drifts left over snowy hills at night"
+    for end, words, times in (("", [], 1), ("#", [], 0), ("", ["--planner-history", "0"], 0)):
+        caplog.clear()
+        text = f"{PROMPT} [8s] | {later} [4s{end}] | {later} [#]"
+        assert main(["render", "--prompt", text, "--out", str(tmp_path / "clip.mp4"), *words]) == 2
+        assert caplog.text.count("without # may hardly show") == times
 
 
 def test_the_path_is_checked_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,8 +237,10 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(
     assert command(tmp_path / "folder.mp4") == 2
     assert command(tmp_path / ("n" * 250 + ".mp4")) == 2
     assert command(tmp_path / "clip.mp4", "--crf", "52") == 2
-    assert command(tmp_path / "clip.mp4", "--sparse", "--sparse-attention", "nope") == 2
-    assert command(tmp_path / "clip.mp4", "--devices", "cpu", "--sparse", "--sparse-attention", "flashinfer") == 2
+    assert command(tmp_path / "clip.mp4", "--sparse", "both", "--sparse-attention", "nope") == 2
+    assert (
+        command(tmp_path / "clip.mp4", "--devices", "cpu", "--sparse", "both", "--sparse-attention", "flashinfer") == 2
+    )
     monkeypatch.setattr("os.access", lambda *_: False)
     assert command(tmp_path / "clip.mp4") == 2
     folder, name, crf, sparse, kernel, access = capsys.readouterr().err.splitlines()

@@ -126,13 +126,26 @@ def test_an_option_that_changes_the_bytes_makes_videos_again_and_another_name_of
         ([], True),
         (["--kv", "fp8"], True),
         (["--kv", "fp8", "--in-flight", "3", "--quiet"], False),
-        (["--sparse"], True),
-        (["--sparse", "--sparse-attention", "cpu"], False),
+        (["--sparse", "both"], True),
+        (["--sparse", "both", "--sparse-attention", "cpu"], False),
     ):
         options = ["--devices", "cpu", "--dtype", "bf16", "--latent-frames", "1", *words]
         assert main(["render", "--prompts", str(tmp_path / "one.txt"), "--out", str(tmp_path / "out"), *options]) == 0
         made += new
         assert len(lines(tmp_path)) == made, words
+
+
+def test_advice_for_several_videos_is_given_once(
+    tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two of the three are two latent frames long."""
+
+    def stop(*_: object) -> None:
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(render_many, "load", stop)
+    assert command(tmp_path, "--kv-policy", "window", "--kv-budget", "9000") == 2
+    assert caplog.text.count("a budget of 9000 keeps all that 2 latent frames look back at") == 1
 
 
 @pytest.fixture

@@ -126,7 +126,11 @@ def test_a_compaction_runs_where_its_bank_is_and_costs_no_round(schedule: str) -
 
 @pytest.mark.parametrize(
     ("policy", "after_five_chunks"),
-    [(WindowOptions(budget_frames=9), 9), (FutureForcingOptions(budget_frames=12), 12), (TempCacheOptions(), 15)],
+    [
+        (WindowOptions(budget_frames=9), 9),
+        (FutureForcingOptions(budget_frames=12), 12),
+        (TempCacheOptions(budget_frames=18), 15),
+    ],
 )
 def test_memory_and_keys_stop_growing_at_the_budget(policy: object, after_five_chunks: int) -> None:
     shape = VideoShape(width=32, height=32, latent_frames=30)
@@ -140,10 +144,15 @@ def test_memory_and_keys_stop_growing_at_the_budget(policy: object, after_five_c
     assert seconds(task) == 1 + 0.5 * (after_five_chunks + 3) * 4
 
 
-def test_a_policy_by_name_has_its_defaults_but_for_the_budget() -> None:
+def test_a_policy_by_name_has_its_defaults_but_for_what_is_given() -> None:
     assert policy_named("temp_cache") == TempCacheOptions()
     assert policy_named("window", budget_frames=12) == WindowOptions(budget_frames=12)
     assert policy_named("keep") == KeepOptions()
+    assert policy_named("window", sink_frames=12, budget_frames=13) == WindowOptions(sink_frames=12, budget_frames=13)
+    assert policy_named("future_forcing", future_weight=0, sink_frames=0) == FutureForcingOptions(
+        future_weight=0, sink_frames=0
+    )
+    assert policy_named("temp_cache", threshold=0.98) == TempCacheOptions(threshold=0.98)
     least = {"window": 4, "future_forcing": 7, "temp_cache": 1}
     assert {name: policy_named(name, budget_frames=frames).held_frames(99) for name, frames in least.items()} == least
 
@@ -158,15 +167,26 @@ def test_a_policy_by_name_has_its_defaults_but_for_the_budget() -> None:
         (lambda: TempCacheOptions(budget_frames=0), r"budget_frames=0 keeps nothing; use at least 1"),
         (
             lambda: policy_named("keep", budget_frames=9),
-            r"kv_budget=9 has no use with kv_policy='keep'; choose another",
+            r"kv_budget=9 has no use with kv_policy='keep'; it is for: window, future_forcing, temp_cache",
         ),
         (
             lambda: policy_named("future_forcing", budget_frames=6),
             r"kv_budget=6 is below 7, .* kv_policy='future_forcing' works with; use --kv-budget 7 or more",
         ),
+        (
+            lambda: policy_named("window", sink_frames=12),
+            r"kv_budget=9 is below 13, .* kv_policy='window' works with; use --kv-budget 13 or more",
+        ),
+        (lambda: policy_named("window", sink_frames=-1), r"kv_sink=-1 is below 0; use --kv-sink 0 or more"),
+        (
+            lambda: policy_named("temp_cache", sink_frames=3),
+            r"kv_sink=3 has no use with kv_policy='temp_cache'; it is for: window, future_forcing",
+        ),
+        (lambda: policy_named("future_forcing", future_weight=2), r"^kv_future_weight=2 is no share; use 0 to 1"),
+        (lambda: policy_named("temp_cache", threshold=0.0), r"^kv_threshold=0.0 merges unrelated tokens; use a cosine"),
         (lambda: policy_named("window", budget_frames=3), r"kv_budget=3 is below 4, .*; use --kv-budget 4 or more"),
         (lambda: policy_named("temp_cache", budget_frames=0), r"kv_budget=0 is below 1, .*; use --kv-budget 1 or more"),
-        (lambda: KV_POLICIES["drop"], r"kv policy='drop' is unknown; use one of: keep, window, future_forcing, temp"),
+        (lambda: KV_POLICIES["drop"], r"kv_policy='drop' is unknown; use one of: keep, window, future_forcing, temp"),
     ],
 )
 def test_settings_that_keep_nothing_are_refused(build: object, message: str) -> None:

@@ -2,12 +2,19 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from flashforward_core.graph.parts import Part, parts
-from flashforward_core.kv_policy import SparseOptions, WindowOptions
+from flashforward_core.kv_policy import (
+    FutureForcingOptions,
+    KeepOptions,
+    SparseOptions,
+    TempCacheOptions,
+    WindowOptions,
+)
 from flashforward_core.specs import AnchorPlan, History, PromptSpan, RolloutSpec, StageSchedule, VideoShape
 
 pytestmark = pytest.mark.cpu
@@ -71,6 +78,55 @@ def test_a_video_with_few_anchors_gets_advice_that_helps(latents: int, stride: i
     assert spec(stride).few_anchors == advice
     if advice:
         assert spec(int(advice.split()[-3])).few_anchors == ""
+
+
+@pytest.mark.parametrize(
+    ("history", "cut", "latents", "start", "remedy"),
+    [
+        (6, False, 81, 41, "use a planner history of 0, or # for a hard cut"),
+        (6, False, 81, 65, "use # for a hard cut"),  # no block of three anchors begins after it: 0, 30, 60
+        (6, False, 21, 11, "use # for a hard cut"),  # one block
+        (6, False, 81, 80, "use # for a hard cut"),
+        (6, True, 81, 41, None),
+        (0, False, 81, 41, None),
+    ],
+)
+def test_a_prompt_that_hardly_reaches_the_anchors_gets_advice(
+    history: int, cut: bool, latents: int, start: int, remedy: str | None
+) -> None:
+    spec = RolloutSpec(
+        shape=shape(latents),
+        history=History(planner_blocks=history),
+        prompts=(PromptSpan(), PromptSpan(start=start, prompt=1, hard_cut=cut)),
+    )
+    assert spec.soft_prompts == "" if remedy is None else spec.soft_prompts.endswith(f"before; {remedy}")
+    assert not replace(spec, prompts=(PromptSpan(),)).advice
+    assert not replace(spec, anchors=None).advice
+
+
+def test_a_prompt_is_advised_by_the_blocks_of_its_scene() -> None:
+    """A hard cut at 40 has anchors 40, 50, 60 in its first block and 70, 80 in its second."""
+    spans = (PromptSpan(), PromptSpan(start=40, prompt=1, hard_cut=True))
+    for start, follows in ((65, True), (75, False)):
+        spec = RolloutSpec(shape=shape(81), prompts=(*spans, PromptSpan(start=start, prompt=2)))
+        assert ("planner history of 0" in spec.soft_prompts) is follows
+
+
+def test_a_policy_that_drops_nothing_gets_advice() -> None:
+    """The last of 12 latent frames' chunks begins at 9, so a budget of 9 holds all that it looks back at."""
+    for policy, told in (
+        (WindowOptions(budget_frames=9), True),
+        (WindowOptions(budget_frames=8), False),
+        (FutureForcingOptions(budget_frames=9000), True),
+        (TempCacheOptions(budget_frames=9000), False),  # it merges
+        (KeepOptions(), False),
+    ):
+        spec = RolloutSpec(shape=shape(12), anchors=None, kv_policy=policy)
+        assert bool(spec.idle_policy) is told
+        assert spec.advice == ((spec.idle_policy,) if told else ())
+    assert "a budget of 9000 keeps all that 6 latent frames look back at" in (
+        RolloutSpec(shape=shape(6), kv_policy=WindowOptions(budget_frames=9000)).idle_policy
+    )
 
 
 def test_a_prompt_holds_until_the_next_one() -> None:
