@@ -93,8 +93,8 @@ class TempCacheOptions:
     ann: AnnOptions = field(default_factory=AnnOptions)
     """How a query's corresponding key is found."""
     budget_frames: int = 9
-    """Latent frames' worth of merged tokens that are kept at most; the oldest go first. More than 9 takes longer and came
-    no nearer to the full cache (docs/policies.md)."""
+    """Latent frames' worth of merged tokens that are kept at most; the oldest go first. More than 9 takes longer and
+    came no nearer to the full cache (docs/policies.md)."""
 
     def __post_init__(self) -> None:
         _check_kinds(self)

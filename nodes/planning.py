@@ -19,7 +19,7 @@ from .events import RolloutMonitor, check_cancel, show_text
 from .loading import check_size
 from .pictures import encode_pictures
 from .previews import look_of
-from .prompts import with_prompts
+from .prompts import prompt_advice, with_prompts
 from .residency import make_resident
 from .sockets import (
     CATEGORY,
@@ -247,6 +247,7 @@ class PlanAnchors(io.ComfyNode):
         vae: Any = None,
     ) -> io.NodeOutput:
         spec, texts = with_prompts(replace(plan.spec, seed=seed), positive, backbone)
+        told = prompt_advice(spec, node_id=cls.hidden.unique_id)
         start = None
         if start_image is not None:
             start = encode_pictures(start_image, name="start_image", shape=spec.shape, backbone=backbone, vae=vae)
@@ -265,4 +266,4 @@ class PlanAnchors(io.ComfyNode):
             check_cancel=check_cancel,
         )
         monitor.finish()
-        return io.NodeOutput(anchors, to_latent(anchors.latents_BCAHW, backbone))
+        return io.NodeOutput(anchors, to_latent(anchors.latents_BCAHW, backbone), ui={"text": told} if told else None)

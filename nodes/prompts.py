@@ -19,6 +19,7 @@ from flashforward_core.scenes import advice
 from flashforward_core.specs import RolloutSpec, VideoShape
 
 from .bridge import prompt_text
+from .events import show_text
 from .sockets import CATEGORY, BackboneSocket
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,15 @@ def with_prompts(spec: RolloutSpec, positive: Conditioning, backbone: Backbone) 
     timed.sort(key=partial(_starts, shape=spec.shape))
     prompts = spans([time for time, _ in timed], spec.shape)
     return replace(spec, prompts=prompts), [prompt_text(embedding, backbone) for _, embedding in timed]
+
+
+def prompt_advice(spec: RolloutSpec, *, node_id: str | None) -> list[str]:
+    """Say on the node and in the log when a change of prompt hardly reaches the anchors that will be planned."""
+    if not spec.soft_prompts:
+        return []
+    log.warning("%s", spec.soft_prompts)
+    show_text(spec.soft_prompts, node_id=node_id)
+    return [spec.soft_prompts]
 
 
 def _starts(timed: tuple[PromptTime, Any], *, shape: VideoShape) -> float:

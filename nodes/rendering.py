@@ -16,7 +16,7 @@ from flashforward_core.model.roles import Backbone
 from .bridge import SCENES, from_latent, to_latent
 from .events import RolloutMonitor, check_cancel, show_text
 from .previews import look_of
-from .prompts import with_prompts
+from .prompts import prompt_advice, with_prompts
 from .rescue import FinishedChunks
 from .residency import make_resident
 from .sockets import (
@@ -107,6 +107,8 @@ class Render(io.ComfyNode):
         start_samples: dict[str, Tensor] | None = None,
     ) -> io.NodeOutput:
         spec, texts = with_prompts(replace(plan.spec, seed=seed), positive, backbone)
+        # with anchors, Plan Anchors has said it
+        told = prompt_advice(spec, node_id=cls.hidden.unique_id) if anchors is None else []
         monitor = RolloutMonitor(
             node_id=cls.hidden.unique_id,
             look=look_of(backbone),
@@ -137,7 +139,7 @@ class Render(io.ComfyNode):
             raise
         reused = result.reused
         monitor.finish(timeline=result.timeline, sha256=result.sha256, reused=reused)
-        text = f"latents sha256 {result.sha256}"
+        text = "\n".join([f"latents sha256 {result.sha256}", *told])
         if reused.forwards:
             text += f"\nreused {reused.chunks} of {spec.num_chunks} chunks; {reused.forwards} forwards saved"
         show_text(text, node_id=cls.hidden.unique_id)

@@ -23,7 +23,7 @@ from .decoders import FULL, check_decoder, check_latents, decoder_input, decoder
 from .events import RolloutMonitor, check_cancel, show_text
 from .native_vae import streaming_module
 from .previews import look_of
-from .prompts import with_prompts
+from .prompts import prompt_advice, with_prompts
 from .rendering import anchors_input, rollout_inputs, start_input
 from .residency import make_resident
 from .sockets import CATEGORY, PlanValue, TimelineSocket
@@ -132,6 +132,8 @@ class RenderVideo(io.ComfyNode):
     ) -> io.NodeOutput:
         decoding = with_decoder(backbone, vae=vae, decoder=decoder)
         spec, texts = with_prompts(replace(plan.spec, seed=seed), positive, backbone)
+        # with anchors, Plan Anchors has said it
+        told = prompt_advice(spec, node_id=cls.hidden.unique_id) if anchors is None else []
         node_id, shape = cls.hidden.unique_id, spec.shape
         path, subfolder = new_path(filename_prefix, width=shape.width, height=shape.height)
         monitor = RolloutMonitor(
@@ -159,7 +161,7 @@ class RenderVideo(io.ComfyNode):
 
         result = _written(path, run, plan=replace(plan, spec=spec), monitor=monitor, hidden=cls.hidden)
         monitor.finish(timeline=result.timeline, sha256=result.sha256)
-        text = f"latents sha256 {result.sha256}"
+        text = "\n".join([f"latents sha256 {result.sha256}", *told])
         show_text(text, node_id=node_id)
         shown = ui.PreviewVideo([ui.SavedResult(path.name, subfolder, io.FolderType.output)]).as_dict()
         video = InputImpl.VideoFromFile(str(path))

@@ -9,7 +9,7 @@ from comfy_api.latest import io
 
 from flashforward_core.graph.task import Role
 from flashforward_core.model.attention import ATTENTION
-from flashforward_core.model.presets import PRESETS
+from flashforward_core.model.presets import FLASHFORWARD, PRESETS
 from flashforward_core.model.roles import Backbone
 
 from .model_files import NONE, lora_names, lora_path
@@ -76,9 +76,11 @@ def fits_again(backbone: Backbone) -> bool:
 
 
 def describe_backbone(backbone: Backbone) -> str:
-    """Say what was loaded from where, and which preset Plan takes over."""
+    """Say what was loaded from where, and which preset Plan takes over, unless another schedule is chosen there."""
     config = backbone.config
     size = f"{config.name}: {config.num_layers} blocks of width {config.dim}"
-    preset = PRESETS[backbone.preset]
-    chosen = f"preset {backbone.preset} ({backbone.preset_reason}): {preset.describe()}"
+    chosen = f"preset {backbone.preset} ({backbone.preset_reason})"
+    # with FlashForward's own roles all values are Plan's; no other preset's hold either where Plan has its schedule
+    if backbone.preset != FLASHFORWARD:
+        chosen += f": {PRESETS[backbone.preset].describe()}, where Plan's schedule is flashforward and its preset auto"
     return "\n".join(filter(None, (size, backbone.report, chosen)))

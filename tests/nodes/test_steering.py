@@ -146,6 +146,19 @@ def test_prompts_over_time_change_the_video_from_the_switch_on(client: Client, l
     node["class_type"] = "FlashForwardPromptSchedule"
     node["inputs"] |= {"text": f"{NOON} [24f] | {NIGHT}", "fps": 24.0}
     assert client.run(latents).sha256() == switched.sha256()
+    anchors = node_id(latents, PLAN_ANCHORS)
+    assert anchors not in plain.outputs
+    (told,) = switched.outputs[anchors]["text"]
+    assert "without # may hardly show" in told and "use a planner history of 0, or # for a hard cut" in told
+
+
+def test_a_render_without_anchors_says_itself_that_a_prompt_may_hardly_show(client: Client, latents: Json) -> None:
+    render = node_id(latents, RENDER)
+    del latents[render]["inputs"]["anchors"]
+    change(latents, PLAN, anchor_stride=2, seconds=9 / 16)
+    for text, told in ((f"{NOON} [2f] | {NIGHT}", 1), (f"{NOON} [2f] | {NIGHT} [#]", 0), (NOON, 0)):
+        lines = client.run(change(latents, PROMPT, text=text)).outputs[render]["text"]
+        assert "\n".join(lines).count("without # may hardly show") == told
 
 
 def test_native_prompts_with_shares_of_the_video_are_a_schedule(client: Client, latents: Json) -> None:

@@ -89,6 +89,15 @@ def test_loading_says_what_came_from_where(client: Client, stock: Json) -> None:
     assert "preset self_forcing (the file's name says self_forcing): self_forcing, chunks of 3, 4 steps" in report
 
 
+def test_loading_names_no_values_that_only_the_plan_decides(client: Client, latents: Json) -> None:
+    """The embedded model has FlashForward's roles, with which Plan's own values hold, whatever its schedule is."""
+    del latents[node_id(latents, RENDER)]["inputs"]["anchors"]  # the schedule has none
+    change(latents, LOAD, attention="math")  # as nothing else here loads it, so that it is not there already
+    report = said(client.run(change(latents, PLAN, schedule="self_forcing")), latents, LOAD)
+    assert "preset flashforward (" in report
+    assert "window" not in report and "chunks of" not in report
+
+
 def test_flashforward_on_a_stock_checkpoint_gives_way_and_says_why(client: Client, stock: Json) -> None:
     asked = client.run(change(copy.deepcopy(stock), PLAN, schedule="flashforward"))
     summary = said(asked, stock, PLAN)
