@@ -47,7 +47,7 @@ frames, one of which is four video frames.
 `sparse` of the KV Policy node and `render --sparse` make attention sparse beside any of them (arXiv 2602.01801): AnnSA
 lets a query see the keys of its bucket, AnnCA drops prompt tokens that no query of the chunk meets. As in the paper the
 first 30 % of the stages and of the transformer blocks stay dense. Where the papers are silent, the choices are ours
-([decisions.md](decisions.md)).
+([decisions.md](decisions.md)). The embedded model loses its sprites with AnnSA (table below).
 """
 
 

@@ -198,8 +198,9 @@ def sparse_videos(rows: Sequence[Row]) -> list[str]:
         "sprites' colours and the way they move, each 0 to 1. PSNR compares with the dense video. "
         f"{measured_on(found)}\n",
         table(["`--sparse`", *_SEEN_WORDS], body),
-        f"Attention of this small model is spread over all keys, and a bucket{share} misses most of what a query would "
-        "read; the prompt's rows are few, and most stay. Models whose attention is narrower have not been measured.\n",
+        f"The likely reason: attention of this small model is spread over all keys, and a bucket{share} misses most of "
+        "what a query would read; the prompt's rows are few, and most stay. Models whose attention is narrower "
+        "have not been measured.\n",
     ]
 
 
