@@ -46,29 +46,34 @@ class KVPolicyNode(io.ComfyNode):
             node_id="FlashForwardKVPolicy",
             display_name="KV Policy",
             category=CATEGORY,
-            description="Chooses what of the history stays in memory, so that a chunk can look far back at a fixed "
-            "cost. Connect it to Plan, whose history and sink then do not count. Needs no training.",
+            description="Chooses what of the history a chunk can look back at, so that it sees further than Plan's "
+            "window with a bounded cache. It saves no memory. Connect it to Plan, whose history and sink then do not "
+            "count. Needs no training.",
             inputs=[
                 io.Combo.Input(
                     "policy",
                     options=list(KV_POLICIES),
                     default="future_forcing",
                     tooltip="keep: Plan's own window. window: the first frames and the latest. future_forcing: what "
-                    "coming frames are expected to look at. temp_cache: tokens that repeat are stored once.",
+                    "coming frames are expected to look at; slower. temp_cache: tokens that repeat are stored once; "
+                    "only for long budgets and high thresholds.",
                 ),
                 io.Int.Input(
                     "budget_frames",
                     default=9,
                     min=1,
                     max=3000,
-                    tooltip="Latent frames' worth of tokens that are kept, at most. keep: no use.",
+                    tooltip="Latent frames' worth of tokens that are kept at most, the sink's included; one is 4 video "
+                    "frames. At least sink_frames + 1 for window, sink_frames + 4 for future_forcing, 1 for "
+                    "temp_cache. keep: no use.",
                 ),
                 io.Int.Input(
                     "sink_frames",
                     default=3,
                     min=0,
                     max=300,
-                    tooltip="First latent frames that always stay, within the budget. For window and future_forcing.",
+                    tooltip="First latent frames that always stay, within the budget; one is 4 video frames. For "
+                    "window and future_forcing.",
                 ),
                 expert(
                     io.Float,
@@ -86,7 +91,8 @@ class KVPolicyNode(io.ComfyNode):
                     min=0.05,
                     max=1.1,
                     step=0.01,
-                    tooltip="How alike tokens must be to be stored once; above 1 none are. For temp_cache.",
+                    tooltip="How alike tokens must be to be stored once, as a cosine; above 1 none are. For "
+                    "temp_cache.",
                 ),
                 expert(
                     io.Combo,
@@ -95,7 +101,8 @@ class KVPolicyNode(io.ComfyNode):
                     default="none",
                     optional=True,
                     tooltip="Lets later stages attend only to tokens that are like theirs, with any policy. self: of "
-                    "the video (AnnSA). cross: of the prompt (AnnCA). Pays with long caches; it changes the video.",
+                    "the video (AnnSA). cross: of the prompt (AnnCA). It changes the video; only self saves "
+                    "time, with long caches. self and both lose the embedded model's sprites.",
                 ),
             ],
             outputs=[KVPolicySocket.Output("kv_policy", display_name="kv_policy", tooltip="For Plan.")],
