@@ -40,7 +40,7 @@ class BucketAttention:
     """Whether hidden keys cost nothing and the host is never waited for, so that AnnCA may hide what it drops."""
 
 
-BUCKET_ATTENTION: Registry[BucketAttention] = Registry("sparse attention")
+BUCKET_ATTENTION: Registry[BucketAttention] = Registry("sparse_attention")
 """``auto`` takes the first of ``SPARSE_KERNELS`` that runs; only ``triton`` and ``torch`` never wait for the device."""
 
 
@@ -227,5 +227,5 @@ def resolve_bucket_attention(
     chosen = BUCKET_ATTENTION[options.attention]
     reason = chosen.obstacle(device, dtype, options.tables)
     if reason:
-        raise ValueError(f"sparse attention={chosen.name!r} cannot run on {device}: {reason}; use 'auto'")
+        raise ValueError(f"sparse_attention={chosen.name!r} cannot run on {device}: {reason}; use 'auto'")
     return chosen

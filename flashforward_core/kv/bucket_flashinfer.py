@@ -35,7 +35,7 @@ def attend_flashinfer(
     batch, queries, heads, dim = q_BLHD.shape
     if dim not in HEAD_DIMS:
         raise ValueError(
-            f"sparse attention='flashinfer' takes heads of {', '.join(map(str, HEAD_DIMS))}, not of {dim}; use 'auto'"
+            f"sparse_attention='flashinfer' takes heads of {', '.join(map(str, HEAD_DIMS))}, not of {dim}; use 'auto'"
         )
     if bias_BHN is not None:
         _warn_of_bias()
@@ -93,4 +93,4 @@ def _wrapper(device: torch.device, thread: int) -> Any:
 @cache
 def _warn_of_bias() -> None:
     """Warn once per process."""
-    log.warning("sparse attention='flashinfer' has no bias per key; tokens that stand for several go to FlexAttention")
+    log.warning("sparse_attention='flashinfer' has no bias per key; tokens that stand for several go to FlexAttention")

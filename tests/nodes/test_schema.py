@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from flashforward_core.kv_policy import KV_POLICIES, OPTIONS, default_of, has_option
+
 pytestmark = pytest.mark.cpu
 Json = dict[str, Any]
 
@@ -94,6 +96,14 @@ def test_inputs_and_outputs_are_the_contracts(object_info: Json, name: str) -> N
 def test_plan_has_the_contracts_defaults(object_info: Json) -> None:
     options = {name: more for name, _, more in declared(object_info["FlashForwardPlan"])}
     assert {name: options[name]["default"] for name in PLAN_DEFAULTS} == PLAN_DEFAULTS
+
+
+def test_kv_policy_has_the_command_line_s_defaults(object_info: Json) -> None:
+    widgets = {name: more["default"] for name, _, more in declared(object_info["FlashForwardKVPolicy"])[1:-1]}
+    assert widgets.keys() == OPTIONS.keys()
+    for policy in KV_POLICIES:
+        own = {name: default_of(policy, name) for name in OPTIONS if has_option(policy, name)}
+        assert own == {name: widgets[name] for name in own}, policy
 
 
 def test_saved_workflows_still_fit(object_info: Json) -> None:

@@ -145,7 +145,7 @@ def test_what_the_parser_refuses_is_one_line_too(
 
 
 def test_the_help_says_every_default_of_the_policies(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of the node's widgets: tests/nodes/test_policies.py."""
+    """Those of the node's widgets: tests/nodes/test_schema.py."""
     with pytest.raises(SystemExit):
         main(["render", "--help"])
     shown = " ".join(capsys.readouterr().out.split())

@@ -305,14 +305,14 @@ def test_a_kernel_that_cannot_run_says_why() -> None:
 
     assert resolve("auto").name == "cpu"
     for name in ("triton", "flashinfer", "flash", "flex"):  # whatever is installed, and in whatever precision
-        message = f"sparse attention='{name}' cannot run on cpu: it needs a CUDA device, not cpu; use 'auto'"
+        message = f"sparse_attention='{name}' cannot run on cpu: it needs a CUDA device, not cpu; use 'auto'"
         with pytest.raises(ValueError, match=message):
             resolve(name)
     if find_spec("flashinfer") is None:
         missing = BUCKET_ATTENTION["flashinfer"].obstacle(torch.device("cuda"), torch.bfloat16, 1)
         assert missing == "FlashInfer is not installed (pip install flashinfer-python)"
     assert set(SPARSE_KERNELS) == set(BUCKET_ATTENTION)
-    with pytest.raises(ValueError, match="sparse attention='quick' is unknown; use one of: torch, triton"):
+    with pytest.raises(ValueError, match="sparse_attention='quick' is unknown; use one of: torch, triton"):
         resolve("quick")
 
 
