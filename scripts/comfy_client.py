@@ -190,7 +190,7 @@ class Client:
 def node_name(node_id: str, prompt: Json) -> str:
     """Name a node as messages do, with the title that the user gave it."""
     node = prompt.get(node_id, {})
-    title = node.get("_meta", {}).get("title")
+    title = (node.get("_meta") or {}).get("title")
     return f"node {node_id} ({node.get('class_type')}{f', {title!r}' if title else ''})"
 
 
