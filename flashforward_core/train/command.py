@@ -70,10 +70,10 @@ VAE_STAGES = ((0.1, 1, 256), (0.25, 17, 16), (0.3, 49, 8), (0.35, 129, 3))
 autoencoder remembers: without them it drifts after the longest clip it has seen."""
 
 
-DECODER = VaeLoss(box=4.0, even=0.2)
+DECODER = VaeLoss(box=4.0, even=0.2, still=3.0)
 """Of whole clips, for the decoder alone. At 0.2, a quarter of a decibel between frames pulls ten times as hard as what
 is left of the errors."""
-DECODER_CROPS = VaeLoss(box=8.0, first_frame=2.0)
+DECODER_CROPS = VaeLoss(box=8.0, first_frame=2.0, still=3.0)
 
 
 def _vae_stages(args: argparse.Namespace) -> list[VaeStage]:

@@ -110,6 +110,8 @@ class VaeLoss:
     kl: float = 3e-5
     even: float = 0.0
     """Weight of frames' differences in dB, where better ones give way to worse ones (``by_place_and_age``)."""
+    still: float = 0.0
+    """Weight of how errors change from frame to frame outside the boxes: what stands still must not shimmer."""
 
     def pixels(self, marks: Tensor) -> Tensor:
         """Return each pixel's weight, 1 on average, from marks [B, 1, F, H, W] as of ``ClipPool``."""
@@ -134,6 +136,13 @@ def by_place_and_age(error_BCFHW: Tensor) -> Tensor:
     by_place = per_frame[1:].unflatten(0, (-1, TEMPORAL_FACTOR))
     starts = [start - 1 for start in SETTLED if start <= len(by_place)]
     return torch.stack([part.mean(0) for part in by_place.tensor_split(starts)[1:]])
+
+
+def shimmer(error_BCFHW: Tensor, marks: Tensor) -> Tensor:
+    """Return the mean change of errors from one frame to the next, outside the sprites' boxes in both of them."""
+    outside = (marks[:, :, 1:] == 0) & (marks[:, :, :-1] == 0)
+    changes = error_BCFHW.diff(dim=2).abs() * outside
+    return changes.sum() / (error_BCFHW.shape[1] * outside.sum()).clamp(min=1)
 
 
 class VaeStep(nn.Module):
@@ -162,6 +171,8 @@ class VaeStep(nn.Module):
         loss = (weight * (error.abs() + weights.mse * error**2)).mean() + weights.gradient * (rows + columns)
         if weights.even > 0:
             loss = loss + weights.even * self._unevenness(error)
+        if weights.still > 0:
+            loss = loss + weights.still * shimmer(error, marks)
         mse = (error**2).mean()
         sprite = marks == 2
         sprite_mse = (error**2 * sprite).sum() / (3 * sprite.sum()).clamp(min=1)
@@ -273,14 +284,17 @@ def evaluate_vae(
     """
     per_frame = torch.zeros(frames, device=device)
     places = {"sprite": [0.0, 0.0], "box": [0.0, 0.0]}  # squared error, values
+    shimmers = 0.0
     right, seen = 0, 0
     for seed in seeds:
         scene = sample_scene(seed, anytime=True)
         video, masks = render_scene(scene, frames, device=device)
         out = decode_whole(vae, encode_mean(vae, video.unsqueeze(0)))[0].clamp(-1, 1)
+        boxes = sprite_boxes(masks)
+        shimmers += 127.5 * float(shimmer((out - video).unsqueeze(0), boxes[None, None])) / len(seeds)
         error = (out - video) ** 2
         per_frame += decibels(error.mean((0, 2, 3))) / len(seeds)
-        for name, place in (("sprite", masks.amax(0) > 0.1), ("box", sprite_boxes(masks))):
+        for name, place in (("sprite", masks.amax(0) > 0.1), ("box", boxes)):
             places[name][0] += float((error * place).sum())
             places[name][1] += 3 * float(place.sum())
         for sprite, names in zip(scene.sprites, classify_colours(out, masks), strict=True):
@@ -292,6 +306,7 @@ def evaluate_vae(
         "frames": frames,
         "psnr": float(per_frame.mean()),
         **{f"{name}_psnr": float(decibels(torch.tensor(e / max(1.0, n)))) for name, (e, n) in places.items()},
+        "shimmer": shimmers,  # levels of 255 per frame
         "psnr_per_frame": [round(p, 3) for p in per_frame.tolist()],
         "psnr_spread_from_13": float(settled.max() - settled.min()),
         "colour_right": right / max(1, seen),

@@ -17,6 +17,7 @@ from flashforward_core.train.vae_train import (
     by_place_and_age,
     freeze_encoder,
     new_vae,
+    shimmer,
     train_vae,
 )
 
@@ -190,3 +191,17 @@ def test_a_frozen_encoder_keeps_its_latents_and_the_decoder_learns(tmp_path: Pat
     ).state_dict()
     changed = {name.split(".")[0] for name, value in after.items() if not torch.equal(value, before[name])}
     assert changed == {"decoder", "post_quant_conv"}
+
+
+def test_shimmer_is_how_errors_change_outside_the_boxes() -> None:
+    error = torch.full((1, 3, 5, 4, 6), 0.5)
+    marks = torch.zeros(1, 1, 5, 4, 6, dtype=torch.uint8)
+    assert shimmer(error, marks) == 0  # wrong, but still
+    marks[..., :2, :] = 1
+    error[:, :, 1::2, :2] += 100.0  # in the boxes
+    assert shimmer(error, marks) == 0
+    error[:, :, 1::2, 2:] -= 0.25
+    assert shimmer(error, marks) == 0.25
+    marks[:, :, 2] = 2  # a sprite over all of one frame: two of four changes do not count
+    assert shimmer(error, marks) == 0.25
+    assert shimmer(error, torch.ones_like(marks)) == 0
