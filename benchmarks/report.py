@@ -1,6 +1,8 @@
 """Writes the performance page from benchmark rows: tables, and a plot of measured beside predicted seconds.
 
-python benchmarks/report.py benchmarks/results/*.json --out docs/performance.md
+python benchmarks/report.py benchmarks/results/2026-11-30-{two-h200,two-h200-parts,memory,one-h200,batched}.json \\
+    --out docs/performance.md
+Of rows with the same settings the latest counts.
 """
 
 import argparse
