@@ -70,6 +70,14 @@ TABLES = (
         show="{:.2f}".format,
     ),
     Table(
+        metric="batched_ms",
+        title="Two forwards as one batch",
+        about="Milliseconds of both, beside one alone; `ratio` is over two of those.",
+        columns=(*WHERE, "context"),
+        extra=("alone_ms", "ratio"),
+        show="{:.1f}".format,
+    ),
+    Table(
         metric="lane_scaling",
         title="Several lanes",
         about="Forwards per second over those of one lane, in the middle of a wavefront.",
