@@ -105,9 +105,10 @@ def bias_columns(bias_BHN: Tensor, *, dim: int, dtype: torch.dtype) -> Tensor:
     """Split the bias over the scale of heads of ``dim`` into parts that ``dtype`` has, [B, H, N, ``BIAS_PARTS``].
 
     Their sum times the scale is off by 2**-22 of the bias at most, float32's own rounding, and in float16 by 2**-25
-    more: by 9.4e-7 for log 1 to log 10,000 in heads of 128. Below ``HIDDEN`` it is ``HIDDEN``, minus infinity too.
+    more: by 9.4e-7 for log 1 to log 10,000 in heads of 128. Below ``HIDDEN`` it is ``HIDDEN``, minus infinity too, and
+    above ``-HIDDEN`` it is that: float16 has no larger ones, and policies' biases are logarithms of counts.
     """
-    rest = (bias_BHN.to(torch.float32) * math.sqrt(dim)).clamp(min=HIDDEN)
+    rest = (bias_BHN.to(torch.float32) * math.sqrt(dim)).clamp(min=HIDDEN, max=-HIDDEN)
     parts = []
     for _ in range(BIAS_PARTS):
         parts.append(rest.to(dtype))

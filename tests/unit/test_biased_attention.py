@@ -160,6 +160,14 @@ def test_columns_add_up_to_the_bias(bias: list[float], dim: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", HALF)
+def test_a_bias_too_large_for_half_precision_stays_a_number(dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(1, n, 1, 64).to(dtype) for n in (2, 31, 31))
+    out = attend_columns(q, k, v, torch.full((1, 1, 31), 1e4))
+    even = attend_columns(q, k, v, torch.zeros(1, 1, 31))  # all keys alike: the same weights
+    assert (out.float() - even.float()).abs().max() < 0.05  # logits of 4,096 leave float32 12 bits behind the point
+
+
+@pytest.mark.parametrize("dtype", HALF)
 def test_minus_infinity_is_a_number_in_columns(dtype: torch.dtype) -> None:
     columns = bias_columns(torch.full((1, 1, 1), -torch.inf), dim=128, dtype=dtype)
     assert columns.flatten().tolist() == [HIDDEN, 0, 0]
