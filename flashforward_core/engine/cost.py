@@ -73,13 +73,14 @@ class CostModel:
         """Fit a line to measured forwards, key tokens -> seconds: the median of all pairs' slopes (Theil-Sen).
 
         First forwards may wait for kernels to load; a line of least squares would tilt towards them. One measurement
-        fixes only ``forward_s``. A line that falls or starts below 0 is no cost and raises ``ValueError``.
+        fixes only ``forward_s``, and so do those in which more keys take no longer: small forwards on a busy machine.
+        A line that starts below 0 is no cost and raises ``ValueError``.
         """
         if not forwards:
             raise ValueError("forwards is empty; measure at least one forward, better three or more")
         pairs = combinations(sorted(forwards.items()), 2)
         slopes = [(later - sooner) / (more - fewer) for (fewer, sooner), (more, later) in pairs]
-        slope = median(slopes) if slopes else 0.0
+        slope = max(0.0, median(slopes)) if slopes else 0.0
         start = median(seconds - slope * keys for keys, seconds in forwards.items())
         return cls(forward_s=start, key_s=slope, decode_frame_s=decode_frame_s)
 

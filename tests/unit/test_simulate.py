@@ -223,7 +223,11 @@ def test_one_slow_first_forward_does_not_tilt_the_line() -> None:
     assert cost.forward_s == pytest.approx(0.03)
 
 
-@pytest.mark.parametrize("forwards", [{}, {10: 2.0, 20: 1.0}, {10: 0.1, 20: 1.0}, {10: math.nan}])
+def test_forwards_in_which_more_keys_take_no_longer_cost_the_same() -> None:
+    assert CostModel.fit({10: 2.0, 20: 1.0, 30: 1.5}) == CostModel(forward_s=1.5)
+
+
+@pytest.mark.parametrize("forwards", [{}, {10: 0.1, 20: 1.0}, {10: math.nan}])
 def test_a_fit_that_is_no_cost_is_refused(forwards: dict[int, float]) -> None:
     with pytest.raises(ValueError, match=r"forwards is empty|is not a duration"):
         CostModel.fit(forwards)
