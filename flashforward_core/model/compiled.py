@@ -84,7 +84,7 @@ class _Compiled:
 def _options(backend: Any) -> dict[str, bool] | None:
     """Return what has each device choose the same kernels for sums, where the compiler knows how.
 
-    Else it times candidates on each device, and one video would differ in its last digits with the devices it ran on.
+    Else it may time candidates on each device, and a video's last digits may depend on which devices it ran on.
     """
     if backend != "inductor":
         return None

@@ -355,7 +355,7 @@ def run(args: argparse.Namespace) -> int:
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
         torch._dynamo.config.recompile_limit = 64  # the autoencoder's fused norm meets many layouts
-        if args.wan is None:  # cuDNN's backward pass fails in distillation's small groups (torch 2.11, H200)
+        if args.wan is None:  # cuDNN's backward pass failed in distillation (torch 2.11, H200)
             torch.backends.cuda.enable_cudnn_sdp(False)
     unused = DistributedDataParallelKwargs(find_unused_parameters=PARTIAL[args.step])
     no_gpu = not (torch.cuda.is_available() or torch.backends.mps.is_available())  # accelerate has to be told
