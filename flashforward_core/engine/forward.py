@@ -25,7 +25,7 @@ from ..model.transformer import BlockParts, CausalWanTransformer, KVContext, Tex
 from .events import Launches
 from .graphs import CudaRecorder, Inputs, Recorder, Recordings, Rerun
 from .pair_view import PairView
-from .recorded_parts import RecordedParts
+from .recorded_parts import MAX_BLOCK_BYTES, RecordedParts, block_bytes
 from .transfer import stream_for
 
 CHOICES = ("auto", "on", "off")
@@ -74,10 +74,6 @@ def kind_of(task: ForwardTask, view: View | BankView, *, prompt: int) -> Kind:
     return (task.role, prompt, place)
 
 
-MIN_USES = 4
-"""Recording a role's parts takes about as long as launching two forwards piece by piece."""
-
-
 class Forwarder:
     """Runs the forwards of one lane, in its thread."""
 
@@ -102,9 +98,6 @@ class Forwarder:
         self._compiles = compiles
         self._recorder = recorder
         self._recordings = None if recorder is None else Recordings(recorder, uses or Counter())
-        self._uses_of_size: Counter[tuple[Role | None, int]] = Counter()
-        for (role, _, (_, frames, _)), count in (uses or {}).items():
-            self._uses_of_size[role, frames] += count
         self._recorded_parts: dict[tuple[Role | None, int], RecordedParts] = {}
         self._turn = turn or threading.Lock()
         self.launches = Launches()
@@ -185,14 +178,15 @@ class Forwarder:
             recordings.count(kind)
             return v
         recordings.count(kind)
-        if parts is None:
-            return self._eager(inputs, compute, view)
-        if not parts.records or task.index == 0:  # everything waits for the first, and recording takes longer
-            return self._eager(inputs, parts.directly(compute), view)
-        self.launches.in_parts += 1
-        v = compute(inputs, view, parts=parts.parts)
-        # Its device has work now. If somebody else is recording, the next forward of this kind will do.
-        if indexed is not None and recordings.pays(kind) and self._turn.acquire(blocking=False):
+        assert parts is not None, "a lane that records has parts"
+        if parts.records:
+            self.launches.in_parts += 1
+            v = compute(inputs, view, parts=parts.parts)
+        else:
+            v = self._eager(inputs, parts.directly(compute), view)
+        # Its device has work now, but all wait for the first. If somebody is recording, the next of this kind will do.
+        pays = task.index > 0 and recordings.pays(kind)
+        if indexed is not None and pays and self._turn.acquire(blocking=False):
             try:
                 recordings.record(kind, inputs, indexed, parts.directly(compute))
                 self.launches.recorded += 1
@@ -207,10 +201,11 @@ class Forwarder:
         """
         assert task.role is not None
         key = task.role, inputs.x_BCFHW.shape[2]
-        recorder = self._recorder if self._uses_of_size[key] >= MIN_USES else None
-        if key not in self._recorded_parts and (self._compiles or recorder is not None):
+        if key not in self._recorded_parts and (self._compiles or self._recorder is not None):
             size = tuple(inputs.x_BCFHW.shape)
             parts = compiled_parts(self._device, task.role, size, parts=WRITING) if self._compiles else WRITING
+            first: Any = next(iter(self._models[task.role].blocks))
+            recorder = self._recorder if block_bytes(first) <= MAX_BLOCK_BYTES else None
             self._recorded_parts[key] = RecordedParts(parts, recorder, self._my_turn)
         return self._recorded_parts.get(key)
 

@@ -1,12 +1,13 @@
-"""A block's parts around its attentions, recorded once for each block and replayed in every forward of their size.
+"""A block's parts around its attentions, recorded once and replayed for every block of every forward of their size.
 
 Attention is launched as always, with keys of any number and place, so one recording serves every forward; the some
-twenty other kernels of a block are three launches. Whole forwards (``graphs.Recordings``) are one launch each, but
-only of their own bank and number of keys.
+twenty other kernels of a block are three launches. Recordings read fixed memory, so each block's weights are copied
+there first. Whole forwards (``graphs.Recordings``) are one launch each, but only of their own bank and number of keys.
 """
 
 import contextlib
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,57 @@ import torch
 from torch import Tensor
 
 from ..model.compiled import PLAIN
-from ..model.layers import Rotation, Segments
+from ..model.layers import RoleLinear, Rotation, Segments
 from ..model.transformer import Block, BlockParts
 from .graphs import Body, Recorder
+
+MAX_BLOCK_BYTES = 256 << 20
+"""Larger blocks keep a device busy for longer than launching them takes Python; a copy of one would be large, too."""
+
+
+class StandIn:
+    """A block that takes on the weights of others: what is recorded of it serves them all."""
+
+    def __init__(self, like: Block) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self.block = copy.deepcopy(like)
+        self._layout = _layout(like)
+        self._own = _by_dtype(self.block)
+        self._weights: dict[Block, list[list[Tensor]] | None] = {}
+        self._now: Block | None = None
+
+    def becomes(self, block: Block) -> bool:
+        """Take on the weights of ``block``, on the current stream; return False if they differ in more than values."""
+        if block is self._now:
+            return True
+        if block not in self._weights:
+            self._weights[block] = _by_dtype(block) if _layout(block) == self._layout else None
+        weights = self._weights[block]
+        if weights is None:
+            return False
+        for own, others in zip(self._own, weights, strict=True):
+            torch._foreach_copy_(own, others, non_blocking=True)
+        self._now = block
+        return True
+
+
+def _layout(block: Block) -> Hashable:
+    """Return what a recording of a block holds besides its weights' values."""
+    weights = tuple((name, t.shape, t.stride(), t.dtype) for name, t in block.state_dict().items())
+    return weights, tuple(tuple(m.alphas.items()) for m in block.modules() if isinstance(m, RoleLinear))
+
+
+def _by_dtype(block: Block) -> list[list[Tensor]]:
+    """Return the weights in lists of one dtype each, which one launch copies; 8-bit numbers as bytes."""
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in (*block.parameters(), *block.buffers()):
+        stored = tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.detach()
+        found.setdefault(stored.dtype, []).append(stored)
+    return list(found.values())
+
+
+def block_bytes(block: Block) -> int:
+    return sum(tensor.nbytes for tensor in (*block.parameters(), *block.buffers()))
 
 
 class RecordedParts:
@@ -32,10 +81,10 @@ class RecordedParts:
         self._recorder = recorder
         self._turn_to_record = turn
         self._directly = False
-        self._made: dict[tuple[str, Block], Body] = {}
-        self._recorded: set[str] = set()
+        self._made: dict[str, Body] = {}
         self._memory: dict[str, tuple[Tensor, ...]] = {}
         self._fixed: dict[str, Tensor] = {}
+        self._stand_in: StandIn | None = None
         self._time: Tensor | None = None
         """Of the forward under way, which is in the fixed memory, as are its positions."""
         self._turn: Rotation | None = None
@@ -49,7 +98,7 @@ class RecordedParts:
         return BlockParts(self._before, self._between, self._finish)
 
     def directly(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return ``compute(inputs, view, parts=…)`` with parts that run as they are: the same kernels and memory.
+        """Return ``compute(inputs, view, parts=…)`` with parts that run as they are: the same kernels.
 
         A whole forward is recorded so, since a recording cannot hold others.
         """
@@ -76,60 +125,70 @@ class RecordedParts:
     def _between(
         self, block: Block, x_BLC: Tensor, attended_BLHD: Tensor, time_BF6C: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor]:
-        attended = self._fix("attended", attended_BLHD)
+        attended = self._attended(attended_BLHD)
         x, q = self._run("between", block, self._fixed["x"], attended, self._fixed["time"], segments)
         return x, q
 
     def _finish(
         self, block: Block, x_BLC: Tensor, attended_BLHD: Tensor, time_BF6C: Tensor, segments: Segments
     ) -> Tensor:
-        attended = self._fix("attended", attended_BLHD)
+        attended = self._attended(attended_BLHD)
         (x,) = self._run("finish", block, x_BLC, attended, self._fixed["time"], segments)
         return x
 
     def free(self) -> None:
         """Drop everything; only when the device has finished."""
-        for kept in (self._made, self._recorded, self._memory, self._fixed):
+        for kept in (self._made, self._memory, self._fixed):
             kept.clear()
-        self._time = self._turn = None
+        self._time = self._turn = self._stand_in = None
 
-    def _fix(self, name: str, tensor: Tensor) -> Tensor:
-        """Put ``tensor`` where recordings read it, unless it is there."""
+    def _attended(self, tensor: Tensor) -> Tensor:
+        """Return what attention gave where a recording reads it; parts that run as they are read it where it is.
+
+        Compiled code tells tensors made in inference mode from others, so the memory for it is made as attention's.
+        """
+        return tensor.contiguous() if self._directly else self._fix("attended", tensor, make=_like_made)
+
+    def _fix(self, name: str, tensor: Tensor, *, make: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Put ``tensor`` into memory of its own, unless it is there."""
         if name not in self._fixed:
-            self._fixed[name] = _like(tensor)
+            self._fixed[name] = (make or _like)(tensor)
         if tensor is not self._fixed[name]:
             self._fixed[name].copy_(tensor, non_blocking=True)
         return self._fixed[name]
 
     def _run(self, name: str, block: Block, *args: Any) -> tuple[Tensor, ...]:
-        key = name, block
-        if key in self._made and not self._directly:
-            self._made[key]()
-            return self._memory[name]
         if name not in self._memory:
             self._memory[name] = self._memory_for(name, getattr(PLAIN, name)(block, *args))
-        memory = self._memory[name]
-        body = partial(getattr(self._parts, name), memory, block, *args)
+        memory, part = self._memory[name], getattr(self._parts, name)
         if self._directly:
-            body()
+            part(memory, block, *args)
             return memory
         assert self._recorder is not None, "parts that are not recorded run directly"
-        first = name not in self._recorded  # runs while it is recorded: kernels load, libraries take their workspace
-        self._recorded.add(name)
-        with self._turn_to_record():
-            self._made[key] = self._recorder.record(body, run=first)
-        if not first:
-            self._made[key]()
+        if self._stand_in is None:
+            self._stand_in = StandIn(block)
+        if not self._stand_in.becomes(block):
+            with self._turn_to_record():  # it may have to be compiled
+                part(memory, block, *args)
+        elif name in self._made:
+            self._made[name]()
+        else:
+            with self._turn_to_record():
+                self._made[name] = self._recorder.record(partial(part, memory, self._stand_in.block, *args))
         return memory
 
     def _memory_for(self, name: str, made: Any) -> tuple[Tensor, ...]:
         """Return where a part writes; blocks hand their sum on in the memory that the next one reads."""
         if name == "finish":
-            return (self._fixed["x"],)
+            return (self._fixed.setdefault("x", _like(made)),)
         return tuple(_like(tensor) for tensor in made)
+
+
+def _like_made(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _like(tensor: Tensor) -> Tensor:
     """Return memory that may be written in inference mode and outside of it."""
     with torch.inference_mode(False):
-        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        return _like_made(tensor)
