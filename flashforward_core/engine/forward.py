@@ -20,7 +20,7 @@ from ..kv.pages import View
 from ..kv.policies import PolicyView
 from ..kv.sparse import SparseForward
 from ..model.attention import AttentionBackend
-from ..model.compiled import WRITING, compiled_parts
+from ..model.compiled import PLAIN, compiled_parts
 from ..model.transformer import BlockParts, CausalWanTransformer, KVContext, TextContext
 from .events import Launches
 from .graphs import CudaRecorder, Inputs, Recorder, Recordings, Rerun
@@ -98,7 +98,7 @@ class Forwarder:
         self._compiles = compiles
         self._recorder = recorder
         self._recordings = None if recorder is None else Recordings(recorder, uses or Counter())
-        self._recorded_parts: dict[tuple[Role | None, int], RecordedParts] = {}
+        self._recorded_parts: dict[tuple[Role | None, int], RecordedParts | None] = {}
         self._turn = turn or threading.Lock()
         self.launches = Launches()
 
@@ -168,9 +168,9 @@ class Forwarder:
         self, task: ForwardTask, inputs: Inputs, compute: Callable[..., Tensor], prompt: int, view: BankView
     ) -> Tensor:
         """Replay a forward that is recorded; launch another in parts, and then record it if that pays."""
-        parts, recordings = self._parts_for(task, inputs), self._recordings
+        recordings = self._recordings
         if recordings is None:
-            return self._eager(inputs, compute if parts is None else parts.directly(compute), view)
+            return self._eager(inputs, compute, view)
         kind, indexed = kind_of(task, view, prompt=prompt), view.indexed()
         if indexed is not None and recordings.has(kind):
             self.launches.replayed += 1
@@ -178,36 +178,32 @@ class Forwarder:
             recordings.count(kind)
             return v
         recordings.count(kind)
-        assert parts is not None, "a lane that records has parts"
-        if parts.records:
+        parts = self._parts_for(task, inputs)
+        if parts is None:
+            v = self._eager(inputs, compute, view)
+        else:
             self.launches.in_parts += 1
             v = compute(inputs, view, parts=parts.parts)
-        else:
-            v = self._eager(inputs, parts.directly(compute), view)
         # Its device has work now, but all wait for the first. If somebody is recording, the next of this kind will do.
         pays = task.index > 0 and recordings.pays(kind)
         if indexed is not None and pays and self._turn.acquire(blocking=False):
             try:
-                recordings.record(kind, inputs, indexed, parts.directly(compute))
+                recordings.record(kind, inputs, indexed, compute)
                 self.launches.recorded += 1
             finally:
                 self._turn.release()
         return v
 
     def _parts_for(self, task: ForwardTask, inputs: Inputs) -> RecordedParts | None:
-        """Return the parts for this role and size: compiled, or to be recorded, or None to run blocks as they are.
-
-        Compiled ones always write into fixed memory, so that kernels are the same whether a lane records or not.
-        """
-        assert task.role is not None
+        """Return the recorded parts for this role and size, None where blocks are too large for that to pay."""
+        assert task.role is not None and self._recorder is not None
         key = task.role, inputs.x_BCFHW.shape[2]
-        if key not in self._recorded_parts and (self._compiles or self._recorder is not None):
-            size = tuple(inputs.x_BCFHW.shape)
-            parts = compiled_parts(self._device, task.role, size, parts=WRITING) if self._compiles else WRITING
+        if key not in self._recorded_parts:
+            parts = self._parts(task.role, inputs.x_BCFHW) or PLAIN
             first: Any = next(iter(self._models[task.role].blocks))
-            recorder = self._recorder if block_bytes(first) <= MAX_BLOCK_BYTES else None
-            self._recorded_parts[key] = RecordedParts(parts, recorder, self._my_turn)
-        return self._recorded_parts.get(key)
+            small = block_bytes(first) <= MAX_BLOCK_BYTES
+            self._recorded_parts[key] = RecordedParts(parts, self._recorder, self._my_turn) if small else None
+        return self._recorded_parts[key]
 
     def _eager(self, inputs: Inputs, compute: Callable[..., Tensor], view: Any) -> Tensor:
         """Launch piece by piece, which may compile: not while somebody records."""
@@ -247,7 +243,7 @@ class Forwarder:
 
     def free(self) -> None:
         """Drop recordings; only when the device has finished."""
-        for parts in self._recorded_parts.values():
+        for parts in filter(None, self._recorded_parts.values()):
             parts.free()
         if self._recordings is not None:
             self._recordings.free()

@@ -8,13 +8,11 @@ there first. Whole forwards (``graphs.Recordings``) are one launch each, but onl
 import contextlib
 import copy
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..model.compiled import PLAIN
 from ..model.layers import RoleLinear, Rotation, Segments
 from ..model.transformer import Block, BlockParts
 from .graphs import Body, Recorder
@@ -72,17 +70,16 @@ class RecordedParts:
     """The parts of one lane, role and size. What they return is memory that the next block overwrites."""
 
     def __init__(
-        self, parts: BlockParts, recorder: Recorder | None, turn: Callable[[], contextlib.AbstractContextManager[Any]]
+        self, parts: BlockParts, recorder: Recorder, turn: Callable[[], contextlib.AbstractContextManager[Any]]
     ) -> None:
-        """``parts`` write into the memory that is their first argument (``compiled.WRITING``); ``turn`` is held while
-        something is recorded. Without ``recorder`` nothing is: only ``directly`` runs them.
-        """
+        """``turn`` is held while something is recorded, or might have to be compiled."""
         self._parts = parts
         self._recorder = recorder
         self._turn_to_record = turn
-        self._directly = False
         self._made: dict[str, Body] = {}
-        self._memory: dict[str, tuple[Tensor, ...]] = {}
+        self._inputs: dict[str, tuple[Any, ...]] = {}
+        """Of each part: on CUDA always the same memory."""
+        self._outputs: dict[str, Any] = {}
         self._fixed: dict[str, Tensor] = {}
         self._stand_in: StandIn | None = None
         self._time: Tensor | None = None
@@ -90,27 +87,8 @@ class RecordedParts:
         self._turn: Rotation | None = None
 
     @property
-    def records(self) -> bool:
-        return self._recorder is not None
-
-    @property
     def parts(self) -> BlockParts:
         return BlockParts(self._before, self._between, self._finish)
-
-    def directly(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return ``compute(inputs, view, parts=…)`` with parts that run as they are: the same kernels.
-
-        A whole forward is recorded so, since a recording cannot hold others.
-        """
-
-        def computed(*args: Any) -> Tensor:
-            self._directly = True
-            try:
-                return compute(*args, parts=self.parts)
-            finally:
-                self._directly = False
-
-        return computed
 
     def _before(
         self, block: Block, x_BLC: Tensor, time_BF6C: Tensor, turn: Rotation, segments: Segments
@@ -125,70 +103,45 @@ class RecordedParts:
     def _between(
         self, block: Block, x_BLC: Tensor, attended_BLHD: Tensor, time_BF6C: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor]:
-        attended = self._attended(attended_BLHD)
+        attended = self._fix("attended", attended_BLHD)
         x, q = self._run("between", block, self._fixed["x"], attended, self._fixed["time"], segments)
         return x, q
 
     def _finish(
         self, block: Block, x_BLC: Tensor, attended_BLHD: Tensor, time_BF6C: Tensor, segments: Segments
     ) -> Tensor:
-        attended = self._attended(attended_BLHD)
-        (x,) = self._run("finish", block, x_BLC, attended, self._fixed["time"], segments)
+        attended = self._fix("attended", attended_BLHD)
+        x: Tensor = self._run("finish", block, x_BLC, attended, self._fixed["time"], segments)
         return x
 
     def free(self) -> None:
         """Drop everything; only when the device has finished."""
-        for kept in (self._made, self._memory, self._fixed):
+        for kept in (self._made, self._inputs, self._outputs, self._fixed):
             kept.clear()
         self._time = self._turn = self._stand_in = None
 
-    def _attended(self, tensor: Tensor) -> Tensor:
-        """Return what attention gave where a recording reads it; parts that run as they are read it where it is.
-
-        Compiled code tells tensors made in inference mode from others, so the memory for it is made as attention's.
-        """
-        return tensor.contiguous() if self._directly else self._fix("attended", tensor, make=_like_made)
-
-    def _fix(self, name: str, tensor: Tensor, *, make: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Put ``tensor`` into memory of its own, unless it is there."""
+    def _fix(self, name: str, tensor: Tensor) -> Tensor:
+        """Put ``tensor`` where recordings read it."""
         if name not in self._fixed:
-            self._fixed[name] = (make or _like)(tensor)
-        if tensor is not self._fixed[name]:
-            self._fixed[name].copy_(tensor, non_blocking=True)
+            self._fixed[name] = torch.empty_like(tensor)
+        self._fixed[name].copy_(tensor, non_blocking=True)
         return self._fixed[name]
 
-    def _run(self, name: str, block: Block, *args: Any) -> tuple[Tensor, ...]:
-        if name not in self._memory:
-            self._memory[name] = self._memory_for(name, getattr(PLAIN, name)(block, *args))
-        memory, part = self._memory[name], getattr(self._parts, name)
-        if self._directly:
-            part(memory, block, *args)
-            return memory
-        assert self._recorder is not None, "parts that are not recorded run directly"
+    def _run(self, name: str, block: Block, *args: Any) -> Any:
+        part = getattr(self._parts, name)
         if self._stand_in is None:
             self._stand_in = StandIn(block)
-        if not self._stand_in.becomes(block):
-            with self._turn_to_record():  # it may have to be compiled
-                part(memory, block, *args)
-        elif name in self._made:
-            self._made[name]()
-        else:
+        stand_in = self._stand_in
+        if not stand_in.becomes(block):
             with self._turn_to_record():
-                self._made[name] = self._recorder.record(partial(part, memory, self._stand_in.block, *args))
-        return memory
+                return part(block, *args)
+        self._inputs[name] = args
+        if name not in self._made:
 
-    def _memory_for(self, name: str, made: Any) -> tuple[Tensor, ...]:
-        """Return where a part writes; blocks hand their sum on in the memory that the next one reads."""
-        if name == "finish":
-            return (self._fixed.setdefault("x", _like(made)),)
-        return tuple(_like(tensor) for tensor in made)
+            def body() -> None:
+                self._outputs[name] = part(stand_in.block, *self._inputs[name])
 
-
-def _like_made(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-
-def _like(tensor: Tensor) -> Tensor:
-    """Return memory that may be written in inference mode and outside of it."""
-    with torch.inference_mode(False):
-        return _like_made(tensor)
+            with self._turn_to_record():
+                self._made[name] = self._recorder.record(body)
+        self._made[name]()
+        return self._outputs[name]

@@ -11,7 +11,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..graph.task import Role
 from .transformer import Block, BlockParts
@@ -19,43 +18,19 @@ from .transformer import Block, BlockParts
 log = logging.getLogger(__name__)
 
 
-Memory = tuple[Tensor, ...]
-
-
-def _before(memory: Memory, block: Block, *args: Any) -> None:
-    _write(memory, block.before(*args))
-
-
-def _between(memory: Memory, block: Block, *args: Any) -> None:
-    _write(memory, block.between(*args))
-
-
-def _finish(memory: Memory, block: Block, *args: Any) -> None:
-    _write(memory, (block.finish(*args),))
-
-
-def _write(memory: Memory, made: Memory) -> None:
-    for target, tensor in zip(memory, made, strict=True):
-        target.copy_(tensor)
-
-
 PLAIN = BlockParts(Block.before, Block.between, Block.finish)
-WRITING = BlockParts(_before, _between, _finish)
-"""Parts that write what they make into given memory, their first argument: what a recording has to do."""
 
 
 @cache
-def compiled_parts(
-    device: torch.device, role: Role, size: tuple[int, ...], *, parts: BlockParts = PLAIN, backend: Any = "inductor"
-) -> BlockParts:
-    """Return ``parts`` compiled for one kind of forward; the process keeps them: a later rollout compiles nothing.
+def compiled_parts(device: torch.device, role: Role, size: tuple[int, ...], *, backend: Any = "inductor") -> BlockParts:
+    """Return the parts compiled for one kind of forward; the process keeps them: a later rollout compiles nothing.
 
     ``size`` is that of the latents, [B, C, F, h, w]. torch.compile gives up after 8 recompilations of one function.
     Devices, roles and sizes each need code of their own, so each gets a copy of the function. Without a working
     compiler the parts run eagerly, after one warning.
     """
     label = f"{role}_{'x'.join(map(str, size))}_{str(device).replace(':', '')}"
-    return BlockParts(*(_Compiled(part, label, backend) for part in (parts.before, parts.between, parts.finish)))
+    return BlockParts(*(_Compiled(part, label, backend) for part in (PLAIN.before, PLAIN.between, PLAIN.finish)))
 
 
 class _Compiled:
