@@ -97,7 +97,7 @@ class Bench:
     decode_frame_s: float = 0.0
     compact_frame_s: dict[str, float] = field(default_factory=dict)
     pair_ratio: float | None = None
-    _warm: set[tuple[tuple[str, ...], bool, bool]] = field(default_factory=set)
+    _warm: set[tuple[tuple[str, ...], str, bool, bool]] = field(default_factory=set)
     _singles: dict[tuple[str, int], Timed] = field(default_factory=dict)
 
     @classmethod
@@ -152,7 +152,7 @@ class Bench:
 
         ``video`` is written too.
         """
-        key = (plan.devices, video is None, plan.fast.batch_diagonal)
+        key = (plan.devices, spec.schedule, video is None, plan.fast.batch_diagonal)  # lengths have plans of their own
         if key not in self._warm:
             began = time.perf_counter()
             enough = WARM_RECORDED_LATENTS if _records(plan) else WARM_LATENTS
@@ -223,8 +223,7 @@ class Bench:
 def _records(plan: DevicePlan) -> bool:
     """Return whether ``plan``'s lanes record forwards."""
     devices = [torch.device(name) for name in plan.resolve()]
-    cuda_lanes = sum(device.type == "cuda" for device in devices)
-    return any(plan.fast.records(device, cuda_lanes=cuda_lanes) for device in devices)
+    return any(plan.fast.records(device) for device in devices)
 
 
 @contextlib.contextmanager

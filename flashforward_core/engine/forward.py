@@ -38,9 +38,9 @@ class FastOptions:
     compile: str = "auto"
     """Compile the blocks' parts: ``on``, ``off``, or ``auto``, which is on for CUDA devices."""
     graphs: str = "auto"
-    """Record forwards and replay them: ``on``, ``off``, or ``auto``, which is on for several CUDA lanes.
+    """Record forwards and replay them: ``on``, ``off``, or ``auto``, which is on for CUDA devices.
 
-    A single lane's device stays busy without: Python is ahead of it.
+    Large blocks are left out on a CUDA lane of its own: launching them takes Python less than it takes the device.
     """
     channels_last: str = "auto"
     """Decode in channels-last memory: ``on``, ``off``, or ``auto``, which is on for CUDA devices."""
@@ -60,8 +60,8 @@ class FastOptions:
     def decodes_channels_last(self, device: torch.device) -> bool:
         return self.channels_last == "on" or (self.channels_last == "auto" and device.type == "cuda")
 
-    def records(self, device: torch.device, *, cuda_lanes: int) -> bool:
-        return self.graphs == "on" or (self.graphs == "auto" and device.type == "cuda" and cuda_lanes > 1)
+    def records(self, device: torch.device) -> bool:
+        return self.graphs == "on" or (self.graphs == "auto" and device.type == "cuda")
 
 
 Kind = tuple[Role | None, int, tuple[str, int, Hashable]]
@@ -87,10 +87,12 @@ class Forwarder:
         recorder: Recorder | None = None,
         uses: Counter[Kind] | None = None,
         turn: "threading.Lock | None" = None,
+        records_large: bool = True,
     ) -> None:
         """With ``recorder`` forwards are recorded, whole or in parts; ``uses`` says how often each kind will run.
 
-        ``turn`` is shared by lanes that record: one at a time does, or launches what might have to be compiled.
+        ``records_large`` is whether forwards of large blocks are, too. ``turn`` is shared by lanes that record: one at
+        a time does, or launches what might have to be compiled.
         """
         self._models = models
         self._attention = attention
@@ -100,6 +102,7 @@ class Forwarder:
         self._recordings = None if recorder is None else Recordings(recorder, uses or Counter())
         self._recorded_parts: dict[tuple[Role | None, int], RecordedParts | None] = {}
         self._turn = turn or threading.Lock()
+        self._records_large = records_large
         self.launches = Launches()
 
     def __call__(
@@ -185,7 +188,7 @@ class Forwarder:
             self.launches.in_parts += 1
             v = compute(inputs, view, parts=parts.parts)
         # Its device has work now, but all wait for the first. If somebody is recording, the next of this kind will do.
-        pays = task.index > 0 and recordings.pays(kind)
+        pays = task.index > 0 and recordings.pays(kind) and (parts is not None or self._records_large)
         if indexed is not None and pays and self._turn.acquire(blocking=False):
             try:
                 recordings.record(kind, inputs, indexed, compute)
@@ -256,7 +259,7 @@ class Forwarders:
         """``uses`` has the kind of every forward that is going to run, ``devices`` one entry per lane."""
         self._options = options
         self._uses = Counter(uses)
-        self._cuda_lanes = sum(device.type == "cuda" for device in devices)
+        self._alone = options.graphs == "auto" and sum(options.records(device) for device in devices) == 1
         self._lock = threading.Lock()
         self._count = itertools.count()
 
@@ -266,10 +269,16 @@ class Forwarders:
         """Return a forwarder for a lane on ``device``. On a CPU recordings run their forward again."""
         recorder: Recorder | None = None
         turn = None
-        if self._options.records(device, cuda_lanes=self._cuda_lanes):
+        if self._options.records(device):
             name = f"recording {next(self._count)}"
             recorder, turn = CudaRecorder(stream_for(device, name)) if device.type == "cuda" else Rerun(), self._lock
-        compiles = self._options.compiles(device)
         return Forwarder(
-            models, attention, device=device, compiles=compiles, recorder=recorder, uses=self._uses, turn=turn
+            models,
+            attention,
+            device=device,
+            compiles=self._options.compiles(device),
+            recorder=recorder,
+            uses=self._uses,
+            turn=turn,
+            records_large=not self._alone,
         )

@@ -249,7 +249,18 @@ def test_an_unknown_choice_is_refused(field: str) -> None:
         replace(FastOptions(), **{field: "fast"})
 
 
-def test_auto_is_off_on_a_cpu_and_records_for_several_cuda_lanes_only() -> None:
+def test_auto_is_on_for_cuda_alone() -> None:
     auto, cuda, cpu = FastOptions(), torch.device("cuda:0"), torch.device("cpu")
-    assert not auto.compiles(cpu) and not auto.records(cpu, cuda_lanes=0)
-    assert not auto.records(cuda, cuda_lanes=1) and auto.records(cuda, cuda_lanes=2)
+    assert not auto.compiles(cpu) and not auto.records(cpu) and auto.records(cuda)
+
+
+def test_a_lane_of_its_own_leaves_large_blocks_out(
+    rig: Any, replays: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a CUDA device would with ``auto``."""
+    monkeypatch.setattr(forward, "MAX_BLOCK_BYTES", 1)
+    monkeypatch.setattr(FastOptions, "records", lambda self, device: True)
+    run(rig, rig.spec(latent_frames=30), fast=FastOptions(), lanes=1)
+    assert not replays
+    run(rig, rig.spec(latent_frames=30), fast=FastOptions(), lanes=2)
+    assert replays["recorded"] > 0 == replays["parts recorded"]
