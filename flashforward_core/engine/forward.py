@@ -25,7 +25,7 @@ from ..model.transformer import BlockParts, CausalWanTransformer, KVContext, Tex
 from .events import Launches
 from .graphs import CudaRecorder, Inputs, Recorder, Recordings, Rerun
 from .pair_view import PairView
-from .recorded_parts import MAX_BLOCK_BYTES, RecordedParts, block_bytes
+from .recorded_parts import ALONE_BLOCK_BYTES, MAX_BLOCK_BYTES, RecordedParts, block_bytes
 from .transfer import stream_for
 
 CHOICES = ("auto", "on", "off")
@@ -38,9 +38,9 @@ class FastOptions:
     compile: str = "auto"
     """Compile the blocks' parts: ``on``, ``off``, or ``auto``, which is on for CUDA devices."""
     graphs: str = "auto"
-    """Record forwards and replay them: ``on``, ``off``, or ``auto``, which is on for CUDA devices.
+    """Record forwards and replay them: ``on``, ``off``, or ``auto``, which is on for several CUDA lanes.
 
-    Large blocks are left out on a CUDA lane of its own: launching them takes Python less than it takes the device.
+    It is on for one, too, if launching its blocks takes longer than they do: if they are small.
     """
     channels_last: str = "auto"
     """Decode in channels-last memory: ``on``, ``off``, or ``auto``, which is on for CUDA devices."""
@@ -87,12 +87,10 @@ class Forwarder:
         recorder: Recorder | None = None,
         uses: Counter[Kind] | None = None,
         turn: "threading.Lock | None" = None,
-        records_large: bool = True,
     ) -> None:
         """With ``recorder`` forwards are recorded, whole or in parts; ``uses`` says how often each kind will run.
 
-        ``records_large`` is whether forwards of large blocks are, too. ``turn`` is shared by lanes that record: one at
-        a time does, or launches what might have to be compiled.
+        ``turn`` is shared by lanes that record: one at a time does, or launches what might have to be compiled.
         """
         self._models = models
         self._attention = attention
@@ -102,7 +100,6 @@ class Forwarder:
         self._recordings = None if recorder is None else Recordings(recorder, uses or Counter())
         self._recorded_parts: dict[tuple[Role | None, int], RecordedParts | None] = {}
         self._turn = turn or threading.Lock()
-        self._records_large = records_large
         self.launches = Launches()
 
     def __call__(
@@ -188,7 +185,7 @@ class Forwarder:
             self.launches.in_parts += 1
             v = compute(inputs, view, parts=parts.parts)
         # Its device has work now, but all wait for the first. If somebody is recording, the next of this kind will do.
-        pays = task.index > 0 and recordings.pays(kind) and (parts is not None or self._records_large)
+        pays = task.index > 0 and recordings.pays(kind)
         if indexed is not None and pays and self._turn.acquire(blocking=False):
             try:
                 recordings.record(kind, inputs, indexed, compute)
@@ -203,8 +200,7 @@ class Forwarder:
         key = task.role, inputs.x_BCFHW.shape[2]
         if key not in self._recorded_parts:
             parts = self._parts(task.role, inputs.x_BCFHW) or PLAIN
-            first: Any = next(iter(self._models[task.role].blocks))
-            small = block_bytes(first) <= MAX_BLOCK_BYTES
+            small = block_bytes(self._models[task.role]) <= MAX_BLOCK_BYTES
             self._recorded_parts[key] = RecordedParts(parts, self._recorder, self._my_turn) if small else None
         return self._recorded_parts[key]
 
@@ -269,16 +265,11 @@ class Forwarders:
         """Return a forwarder for a lane on ``device``. On a CPU recordings run their forward again."""
         recorder: Recorder | None = None
         turn = None
-        if self._options.records(device):
+        quick = self._alone and block_bytes(models[Role.RENDERER]) > ALONE_BLOCK_BYTES
+        if self._options.records(device) and not quick:
             name = f"recording {next(self._count)}"
             recorder, turn = CudaRecorder(stream_for(device, name)) if device.type == "cuda" else Rerun(), self._lock
+        compiles = self._options.compiles(device)
         return Forwarder(
-            models,
-            attention,
-            device=device,
-            compiles=self._options.compiles(device),
-            recorder=recorder,
-            uses=self._uses,
-            turn=turn,
-            records_large=not self._alone,
+            models, attention, device=device, compiles=compiles, recorder=recorder, uses=self._uses, turn=turn
         )

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from ..model.layers import RoleLinear, Rotation, Segments
-from ..model.transformer import Block, BlockParts
+from ..model.transformer import Block, BlockParts, CausalWanTransformer
 from .graphs import Body, Recorder
 
 MAX_BLOCK_BYTES = 256 << 20
 """Larger blocks keep a device busy for longer than launching them takes Python; a copy of one would be large, too."""
+ALONE_BLOCK_BYTES = 32 << 20
+"""The same for a device that shares Python with no other: launching 1.3B takes less than its smallest forward."""
 
 
 class StandIn:
@@ -62,7 +64,9 @@ def _by_dtype(block: Block) -> list[list[Tensor]]:
     return list(found.values())
 
 
-def block_bytes(block: Block) -> int:
+def block_bytes(model: CausalWanTransformer) -> int:
+    """Return the size of one block's weights."""
+    block = model.blocks[0]
     return sum(tensor.nbytes for tensor in (*block.parameters(), *block.buffers()))
 
 

@@ -1,10 +1,13 @@
 """Attention is chosen by name, and what runs is what is reported."""
 
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from flashforward_core.model import attention
 from flashforward_core.model.attention import ATTENTION, AUTO_ORDER, resolve_attention
 
 pytestmark = pytest.mark.cpu
@@ -56,20 +59,35 @@ def test_a_scale_takes_the_place_of_the_head_dims(name: str) -> None:
     assert (attend(q, k, v, scale=0.5) - attend(2 * q, k, v)).abs().max() < 1e-12  # float64, sums of 16
 
 
-def test_flash_attention_3_is_given_the_scale_by_its_own_name() -> None:
-    """And None where none is given, which is its own default."""
-    given: list[object] = []
+def test_flash_attention_3_is_given_the_scale_and_its_operator_where_no_gradient_is_wanted() -> None:
+    """A stand-in for its package, which needs a Hopper device; the head's own scale is 8 ** -0.5."""
+    asked: list[object] = []
 
-    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float | None) -> torch.Tensor:
-        given.append(softmax_scale)
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float) -> torch.Tensor:
+        asked.append(("function", softmax_scale))
         return q
 
+    def operator(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: object) -> tuple[torch.Tensor, ...]:
+        asked.append(("operator", given))
+        return q, k
+
+    package, operators = SimpleNamespace(flash_attn_func=function), SimpleNamespace(fwd=operator)
     q = torch.randn(1, 4, 2, 8)
+    attention._fa3_kernel.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flashforward_core.model.attention._fa3_kernel", lambda: kernel)
-        ATTENTION["fa3"].attend(q, q, q)
-        ATTENTION["fa3"].attend(q, q, q, scale=0.3)
-    assert given == [None, 0.3]
+        patch.setattr(attention, "_fa3_module", lambda: "fa3_fwd_interface")
+        patch.setitem(sys.modules, "fa3_fwd_interface", package)
+        patch.setattr(torch.ops, "fa3_fwd", operators, raising=False)
+        assert ATTENTION["fa3"].attend(q, q, q, scale=0.3) is q
+        with torch.inference_mode():
+            assert ATTENTION["fa3"].attend(q, q, q) is q
+        attention._fa3_kernel.cache_clear()
+        patch.delattr(operators, "fwd")
+        with torch.inference_mode():
+            ATTENTION["fa3"].attend(q, q, q)
+    attention._fa3_kernel.cache_clear()
+    scale = 8**-0.5
+    assert asked == [("function", 0.3), ("operator", {"softmax_scale": scale, "num_splits": 1}), ("function", scale)]
 
 
 def test_math_kernel_agrees_with_sdpa() -> None:
