@@ -1,8 +1,8 @@
 """Writes the performance page from benchmark rows: tables, and a plot of measured beside predicted seconds.
 
-python benchmarks/report.py benchmarks/results/2026-11-30-{two-h200,two-h200-parts,memory,one-h200,batched}.json \\
-    --out docs/performance.md
-Of rows with the same settings the latest counts.
+python benchmarks/report.py --out docs/performance.md \\
+    benchmarks/results/2026-11-30-{two-h200,two-h200-parts,two-h200-recorded,memory,one-h200,batched}.json
+Of rows with the same settings those of the commit measured last count.
 """
 
 import argparse
@@ -88,9 +88,10 @@ TABLES = (
     Table(
         metric="rollout_s",
         title="Whole rollouts, denoiser only",
-        about="Seconds from the call to the latents; predicted ones come from costs fitted to one lane's forwards.",
+        about="Seconds from the call to the latents, the fastest of `repeats` runs; predicted ones come from costs "
+        "fitted to one lane's forwards.",
         columns=(*WHERE, *RUN, "source"),
-        extra=("forwards",),
+        extra=("forwards", "repeats"),
         show="{:.2f}".format,
     ),
     Table(
@@ -153,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def by_machine(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Part rows by what they were measured on; of those that measure the same thing the latest counts."""
+    """Part rows by what they were measured on; of those that measure the same thing the last commit's count."""
     machines = dict.fromkeys(row["machine"] for row in rows)
     return {machine: latest([row for row in rows if row["machine"] == machine]) for machine in machines}
 
@@ -217,13 +218,14 @@ def _verdict(where: tuple[Any, ...], seconds: dict[str, float]) -> str:
 
 
 def latest(rows: Sequence[Row]) -> list[Row]:
-    """Keep the last of the rows that measure the same thing."""
+    """Keep, of the rows that measure the same thing, all of the commit that was measured last."""
     tables = {table.metric: table for table in TABLES}
-    found: dict[tuple[Any, ...], Row] = {}
+    found: dict[tuple[Any, ...], list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["date"]):
         if row["metric"] in tables:
-            found[(row["metric"], *_values(tables[row["metric"]].columns, row))] = row
-    return list(found.values())
+            own = found.setdefault((row["metric"], *_values(tables[row["metric"]].columns, row)), [])
+            own[:] = [*(other for other in own if other["commit"] == row["commit"]), row]
+    return [row for own in found.values() for row in own]
 
 
 def _values(names: Sequence[str], row: Row) -> tuple[Any, ...]:

@@ -190,7 +190,8 @@ def _one_rollout(bench: Bench, spec: RolloutSpec, *, devices: str, layout: str) 
         "source": "measured",
         "sha256": timed.result.sha256[:16],
     }
-    bench.book.add("rollout_s", timed.seconds, "s", **config, forwards=graph.counts()["total"])
+    found = {"forwards": graph.counts()["total"], "repeats": bench.args.repeats}
+    bench.book.add("rollout_s", timed.seconds, "s", **config, **found)
     assert predicted.predicted_s is not None
     error = abs(measured_s - predicted.predicted_s) / measured_s
     bench.book.add("makespan_error", error, "ratio", **config, measured_s=measured_s, predicted_s=predicted.predicted_s)

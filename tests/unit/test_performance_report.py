@@ -21,7 +21,9 @@ def report() -> ModuleType:
     return module
 
 
-def row(metric: str, value: float, *, machine: str = "NVIDIA H200", day: int = 1, **config: Any) -> dict[str, Any]:
+def row(
+    metric: str, value: float, *, machine: str = "NVIDIA H200", day: int = 1, commit: str = "abc", **config: Any
+) -> dict[str, Any]:
     config = {"model": "1.3B", "attention": "cudnn", **config}
     date = f"2026-11-{day:02}T00:00:00+00:00"
     return {
@@ -31,7 +33,7 @@ def row(metric: str, value: float, *, machine: str = "NVIDIA H200", day: int = 1
         "config": config,
         "machine": machine,
         "date": date,
-        "commit": "abc",
+        "commit": commit,
     }
 
 
@@ -47,14 +49,15 @@ def test_contexts_are_sorted_as_numbers_and_empty_columns_left_out(report: Modul
     assert body == [["1.3B", "cudnn", "6", "60.0"], ["1.3B", "cudnn", "12", "70.0"], ["1.3B", "cudnn", "21", "82.3"]]
 
 
-def test_the_latest_of_the_same_measurement_counts_and_machines_stay_apart(report: ModuleType) -> None:
+def test_the_last_commit_of_the_same_measurement_counts_and_machines_stay_apart(report: ModuleType) -> None:
     rows = [
-        row("forward_ms", 70.0, context=21, day=3),
-        row("forward_ms", 90.0, context=21, day=2),
+        row("forward_ms", 70.0, context=21, day=3, commit="new"),
+        row("forward_ms", 71.0, context=21, day=4, commit="new"),
+        row("forward_ms", 90.0, context=21, day=2, commit="old"),
         row("forward_ms", 5000.0, context=21, machine="a CPU"),
     ]
     gpu, cpu = report.page(rows).split("## a CPU")
-    assert "70.0" in gpu and "90.0" not in gpu and "5000" not in gpu
+    assert "70.0" in gpu and "71.0" in gpu and "90.0" not in gpu and "5000" not in gpu
     assert "5000.0" in cpu and "70.0" not in cpu
 
 
