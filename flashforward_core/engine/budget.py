@@ -30,7 +30,7 @@ from .memory import (
 )
 from .offload import ALIGNMENT
 from .placement import Placement
-from .replicas import blocks_on, device_of, weights_on
+from .replicas import blocks_on, device_of, tensors_in, weights_on
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +60,7 @@ def sizes_of(backbone: Backbone) -> BackboneSizes:
     """Measure a backbone's weights; what weight sets share counts once."""
     models: list[Any] = list(dict.fromkeys(backbone.models.values()))
     blocks = [block for model in models for block in model.blocks]
-    everything = _unique(tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
-    in_blocks = _unique(tensor for block in blocks for tensor in (*block.parameters(), *block.buffers()))
+    everything, in_blocks = _unique(tensors_in(models)), _unique(tensors_in(blocks))
     vae, element = backbone.vae, backbone.dtype.itemsize
     widened = any(type(layer) is Fp8Linear for layer in models[0].modules())
     return BackboneSizes(
@@ -88,7 +87,7 @@ def _unique(tensors: Iterable[Tensor]) -> int:
 
 
 def _aligned(block: torch.nn.Module) -> int:
-    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in (*block.parameters(), *block.buffers()))
+    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors_in([block]))
 
 
 def free_bytes(device: torch.device | str) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..model.layers import RoleLinear, Rotation, Segments
 from ..model.transformer import Block, BlockParts, CausalWanTransformer
 from .graphs import Body, Recorder
+from .replicas import tensors_in
 
 MAX_BLOCK_BYTES = 256 << 20
 """Larger blocks keep a device busy for longer than launching them takes Python; a copy of one would be large, too."""
@@ -58,7 +59,7 @@ def _layout(block: Block) -> Hashable:
 def _by_dtype(block: Block) -> list[list[Tensor]]:
     """Return the weights in lists of one dtype each, which one launch copies; 8-bit numbers as bytes."""
     found: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in (*block.parameters(), *block.buffers()):
+    for tensor in tensors_in([block]):
         stored = tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.detach()
         found.setdefault(stored.dtype, []).append(stored)
     return list(found.values())
@@ -66,8 +67,7 @@ def _by_dtype(block: Block) -> list[list[Tensor]]:
 
 def block_bytes(model: CausalWanTransformer) -> int:
     """Return the size of one block's weights."""
-    block = model.blocks[0]
-    return sum(tensor.nbytes for tensor in (*block.parameters(), *block.buffers()))
+    return sum(tensor.nbytes for tensor in tensors_in([model.blocks[0]]))
 
 
 class RecordedParts:

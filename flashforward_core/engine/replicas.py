@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def weights_on(backbone: Backbone, device: torch.device) -> int:
         if found is None:
             return 0
         parts = (found.models, found.vae)
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in _tensors(parts, besides={})}.values())
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors_in(_modules(parts))}.values())
 
 
 def blocks_on(backbone: Backbone, device: torch.device) -> int | None:
@@ -104,7 +105,7 @@ def copy_modules(
     with torch.inference_mode(False), torch.no_grad():
         for block in _blocks_from(parts, resident):
             memo[id(block)] = HostBlock(block, pinned=device.type == "cuda")
-        for tensor in _tensors(parts, besides=memo):
+        for tensor in tensors_in(_modules(parts), besides=memo):
             key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
             if key not in moved:
                 moved[key] = tensor.detach().to(device, copy=True)
@@ -122,14 +123,19 @@ def _blocks_from(parts: tuple[dict[Role, nn.Module], nn.Module | None], first: i
             yield from list(model.get_submodule("blocks").children())[first:]
 
 
-def _tensors(
-    parts: tuple[dict[Role, nn.Module], nn.Module | None], *, besides: Mapping[int, object]
-) -> Iterable[Tensor]:
-    """Yield parameters and buffers, but not those of the modules whose ids are in ``besides``."""
+def _modules(parts: tuple[Mapping[Role, nn.Module], nn.Module | None]) -> list[nn.Module]:
     models, vae = parts
-    pending = [*models.values(), *([] if vae is None else [vae])]
+    return [*models.values(), *([] if vae is None else [vae])]
+
+
+def tensors_in(
+    modules: Iterable[nn.Module], *, besides: Mapping[int, object] = MappingProxyType({})
+) -> Iterable[Tensor]:
+    """Yield parameters and buffers, but not those of the modules whose ids are in ``besides``; shared ones repeat."""
+    pending = list(modules)
     while pending:
-        module = pending.pop(0)
-        if id(module) not in besides:
-            yield from (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            pending += module.children()
+        module = pending.pop()
+        if id(module) not in besides:  # Module.parameters takes several times as long, and every rollout asks
+            own = (*module._parameters.values(), *module._buffers.values())
+            yield from (tensor for tensor in own if tensor is not None)
+            pending += [child for child in module._modules.values() if child is not None]
