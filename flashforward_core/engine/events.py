@@ -46,6 +46,9 @@ class Launches:
     launching_s: float = 0.0
     """Seconds that it held its own."""
 
+    def __add__(self, other: "Launches") -> "Launches":
+        return Launches(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:

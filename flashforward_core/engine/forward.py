@@ -24,8 +24,9 @@ from ..model.compiled import PLAIN, compiled_parts
 from ..model.transformer import BlockParts, CausalWanTransformer, KVContext, TextContext
 from .events import Launches
 from .graphs import CudaRecorder, Inputs, Recorder, Recordings, Rerun
+from .memory import RECORDED_BLOCK_BYTES
 from .pair_view import PairView
-from .recorded_parts import ALONE_BLOCK_BYTES, MAX_BLOCK_BYTES, RecordedParts, block_bytes
+from .recorded_parts import ALONE_BLOCK_BYTES, RecordedParts, block_bytes
 from .transfer import stream_for
 
 CHOICES = ("auto", "on", "off")
@@ -86,7 +87,7 @@ class Forwarder:
         compiles: bool = False,
         recorder: Recorder | None = None,
         uses: Counter[Kind] | None = None,
-        turn: "threading.Lock | None" = None,
+        turn: "threading.RLock | None" = None,
     ) -> None:
         """With ``recorder`` forwards are recorded, whole or in parts; ``uses`` says how often each kind will run.
 
@@ -99,7 +100,7 @@ class Forwarder:
         self._recorder = recorder
         self._recordings = None if recorder is None else Recordings(recorder, uses or Counter())
         self._recorded_parts: dict[tuple[Role | None, int], RecordedParts | None] = {}
-        self._turn = turn or threading.Lock()
+        self._turn = turn or threading.RLock()
         self.launches = Launches()
 
     def __call__(
@@ -188,8 +189,7 @@ class Forwarder:
         pays = task.index > 0 and recordings.pays(kind)
         if indexed is not None and pays and self._turn.acquire(blocking=False):
             try:
-                recordings.record(kind, inputs, indexed, compute)
-                self.launches.recorded += 1
+                self.launches.recorded += recordings.record(kind, inputs, indexed, compute)
             finally:
                 self._turn.release()
         return v
@@ -200,7 +200,7 @@ class Forwarder:
         key = task.role, inputs.x_BCFHW.shape[2]
         if key not in self._recorded_parts:
             parts = self._parts(task.role, inputs.x_BCFHW) or PLAIN
-            small = block_bytes(self._models[task.role]) <= MAX_BLOCK_BYTES
+            small = block_bytes(self._models[task.role]) <= RECORDED_BLOCK_BYTES
             self._recorded_parts[key] = RecordedParts(parts, self._recorder, self._my_turn) if small else None
         return self._recorded_parts[key]
 
@@ -244,6 +244,7 @@ class Forwarder:
         """Drop recordings; only when the device has finished."""
         for parts in filter(None, self._recorded_parts.values()):
             parts.free()
+        self._recorded_parts.clear()
         if self._recordings is not None:
             self._recordings.free()
 
@@ -255,9 +256,17 @@ class Forwarders:
         """``uses`` has the kind of every forward that is going to run, ``devices`` one entry per lane."""
         self._options = options
         self._uses = Counter(uses)
-        self._alone = options.graphs == "auto" and sum(options.records(device) for device in devices) == 1
-        self._lock = threading.Lock()
+        lanes = list(devices)
+        self._alone = options.graphs == "auto" and sum(options.records(device) for device in lanes) == 1
+        self._lock = threading.RLock()
         self._count = itertools.count()
+        several = sum(device.type == "cuda" for device in lanes) > 1
+        records = any(options.records(device) for device in lanes)
+        self._exclusive = several and records and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+
+    def launching(self) -> contextlib.AbstractContextManager[Any]:
+        """Return what to hold while anything is launched: the turn with cudaMallocAsync (see ``CudaRecorder``)."""
+        return self._lock if self._exclusive else contextlib.nullcontext()
 
     def make(
         self, models: Mapping[Role, CausalWanTransformer], attention: AttentionBackend, *, device: torch.device

@@ -5,6 +5,7 @@ the latents, the timestep, the positions and the tokens of the forward's own pag
 fixed, so each needs a recording of its own.
 """
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
@@ -29,8 +30,11 @@ Velocity = Callable[["Inputs", Any], Tensor]
 class Recorder(Protocol):
     """Turns a body into something that does the same again on the same memory."""
 
-    def record(self, body: Body, *, run: bool = True) -> Body:
-        """Run ``body`` once and return what repeats it. Without ``run`` only record it: its like has run before."""
+    def record(self, body: Body, *, run: bool = True) -> Body | None:
+        """Run ``body`` once and return what repeats it, or None if that cannot be had.
+
+        Without ``run`` only record it: its like has run before.
+        """
         ...
 
     def free(self) -> None:
@@ -53,21 +57,22 @@ class Rerun:
 class CudaRecorder:
     """Captures CUDA graphs on a stream that nothing else uses; they share one memory pool.
 
-    Only one at a time may capture in a process (cudaMallocAsync knows one capture), and nobody else may launch.
+    Only one at a time may capture in a process: cudaMallocAsync knows one capture, and takes memory that others ask for
+    meanwhile to be the capture's, so with it nobody else may launch either.
     """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._graphs: list[Any] = []
 
-    def record(self, body: Body, *, run: bool = True) -> Body:
+    def record(self, body: Body, *, run: bool = True) -> Body | None:
         lane = torch.cuda.current_stream(self._stream.device)
         if run:
             self._stream.wait_stream(lane)
         with torch.cuda.stream(self._stream):
             if run:
                 body()  # the real thing, and the warm-up: kernels load and libraries take their workspace
-            repeat = or_rerun(self._capture, body)
+            repeat = captured(self._capture, body)
         if run:
             lane.wait_stream(self._stream)
         return repeat
@@ -79,8 +84,11 @@ class CudaRecorder:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             body()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # of a broken capture; what broke it is told
+                graph.capture_end()
+            raise
+        graph.capture_end()
         self._graphs.append(graph)  # until the end: a graph must not go while it runs
         replay: Body = graph.replay
         return replay
@@ -91,13 +99,13 @@ class CudaRecorder:
         self._graphs.clear()
 
 
-def or_rerun(capture: Callable[[Body], Body], body: Body) -> Body:
-    """Return what repeats ``body``: its recording, or ``body`` itself when it cannot be captured, after a warning."""
+def captured(capture: Callable[[Body], Body], body: Body) -> Body | None:
+    """Return the recording of ``body``, or None when it cannot be captured, after a warning."""
     try:
         return capture(body)
     except RuntimeError as error:
         _warn(str(error).splitlines()[0])
-        return body
+        return None
 
 
 @cache
@@ -161,8 +169,11 @@ class Recordings:
         if self._left[kind] <= 0:
             self._made.pop(kind, None)
 
-    def record(self, kind: Hashable, inputs: Inputs, view: IndexedView, compute: Velocity) -> None:
-        """Record a forward without running it: its like has run, so that kernels and workspaces are there."""
+    def record(self, kind: Hashable, inputs: Inputs, view: IndexedView, compute: Velocity) -> bool:
+        """Record a forward without running it: its like has run, so that kernels and workspaces are there.
+
+        Return whether it could be; if not, its kind is not tried again.
+        """
         fixed, own = inputs.clone(), _writable(view.own)
         with torch.inference_mode(False):
             output = torch.empty_like(inputs.x_BCFHW, dtype=view.dtype)
@@ -172,7 +183,11 @@ class Recordings:
             output.copy_(compute(fixed, fixed_view))
 
         replay = self._recorder.record(body, run=False)
+        if replay is None:
+            self._left[kind] = 0
+            return False
         self._made[kind] = _Recording(inputs=fixed, own=own, output=output, replay=replay)
+        return True
 
     def replay(self, kind: Hashable, inputs: Inputs, view: IndexedView) -> Tensor:
         """Return the velocity, in memory that the next call overwrites: use it before that, on the same stream."""

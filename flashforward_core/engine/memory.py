@@ -23,6 +23,7 @@ from .simulate import peak_kv_bytes, run_lanes
 KV_CHOICES = ("auto", "fp8")
 OFFLOAD_CHOICES = ("off", "on")
 SLOTS = 3  # blocks of weights that a streaming lane holds: the one that runs and two that are on their way
+RECORDED_BLOCK_BYTES = 256 << 20  # larger blocks take a device longer than Python, and a copy of one would be large
 LIBRARY_BYTES = 128 << 20  # per CUDA lane: workspaces of matrix libraries, which the allocator counts too
 FLOAT32 = INT32 = 4
 PLACE_BYTES = 20  # of a token that a KV policy keeps, per head: its count, its place and where it came
@@ -167,6 +168,8 @@ def predict_memory(
     banks = bank_peaks(graph, plan=plan, spans=spans, lanes=len(placement.lanes), frames=frames)
     kept = _policy_peaks(graph, spec, spans=spans, lanes=len(placement.lanes), kept=_kept_bytes(sizes, spec))
     lanes = [_Lane(graph, spec, placement=placement, lane=n, plan=plan) for n in range(len(placement.lanes))]
+    several = sum(lane.device.startswith("cuda") for lane in placement.lanes) > 1
+    records = several and options.offload == "off" and sizes.block_bytes <= RECORDED_BLOCK_BYTES
     found = []
     for device in dict.fromkeys(lane.device for lane in placement.lanes):
         here = [n for n, lane in enumerate(placement.lanes) if lane.device == device]
@@ -174,6 +177,7 @@ def predict_memory(
         workspace = sum(lanes[n].workspace(sizes, options) for n in here) * batch
         workspace += batch * (video or spec).shape.latent_frames * latents + len(here) * sizes.scratch_bytes
         workspace += LIBRARY_BYTES * len(here) if device.startswith("cuda") else 0
+        workspace += sum(lanes[n].sizes for n in here) * sizes.block_bytes if records else 0  # what recordings read
         pixels = spec.shape.width * spec.shape.height
         decode = sum(lanes[n].decodes for n in here) * pixels * sizes.vae_frame_bytes * batch
         kv = sum(banks[n] * frame + kept[n] * batch + lanes[n].prompts * _text_bytes(sizes) * batch for n in here)
@@ -243,16 +247,19 @@ class _Lane:
         positions = spec.anchor_positions()
         self.tokens = self.keys = self.gathered = 0
         prompts: set[tuple[Role | None, int]] = set()
+        kinds: set[tuple[Role | None, int]] = set()
         for task in forwards:
             own = spec.chunk(task.index)
             first = positions[spec.anchor_blocks()[task.index][0]] if task.role is Role.PLANNER else own.start
             prompts.add((task.role, spec.prompt_at(first)))
             view, keys = plan.views[task.id], num_keys(task, spec)
+            kinds.add((task.role, view.own.frames))
             self.tokens = max(self.tokens, view.own.frames * spec.shape.tokens_per_frame)
             self.keys = max(self.keys, keys)
             if spec.compacts or len(view.ranges) > 1:
                 self.gathered = max(self.gathered, keys)
         self.prompts = len(prompts)
+        self.sizes = len(kinds)  # roles and lengths of forwards
         if any(placement.assign[task_id] == lane for task_id in placement.pairs):
             self.tokens *= 2
             self.prompts *= 3  # beside itself, a pair's prompt is held for both

@@ -1,7 +1,7 @@
 """Runs a long rollout part by part (``graph/parts.py``): what is planned and held does not grow with the video.
 
-The bytes are those of the whole; lanes fill and drain at each part's ends. What parts hand on is copied to the host,
-but for states, which stay on their lanes.
+The bytes are those of the whole, but for rounding after hard cuts (``graph/parts.py``); lanes fill and drain at each
+part's ends. What parts hand on is copied to the host, but for states, which stay on their lanes.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from ..model.roles import Backbone
 from ..specs import PromptSpan, RolloutSpec
 from .budget import fit_run
 from .cost import rounds
-from .events import Event, LaneInfo, TaskFinished, TaskSpan, Timeline
+from .events import Event, LaneInfo, Launches, TaskFinished, TaskSpan, Timeline
 from .executor import run_placed
 from .lanes import DevicePlan, LaneTensor
 from .ops import RunInputs
@@ -92,12 +92,14 @@ class _Chain:
     spans: list[TaskSpan] = field(default_factory=list)
     rounds: float = 0.0
     peaks: list[int] = field(default_factory=list)
+    launches: list[Launches] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         self.lanes = lanes_for(self.devices.resolve())
         self.layout = self.devices.layout
         self.peaks = [0] * len(self.lanes)
+        self.launches = [Launches() for _ in self.lanes]
 
     def run(self, part: Part) -> Placement:
         """Run one part with what is there, and keep what it hands on."""
@@ -139,6 +141,7 @@ class _Chain:
             spans=tuple(self.spans),
             rounds=self.rounds,
             peak_kv_bytes=tuple(self.peaks),
+            launches=tuple(self.launches),
         )
 
     def _placed(self, part: Part, order: str) -> Placement:
@@ -163,6 +166,7 @@ class _Chain:
         assert len(self.kv) + len(self.states) == len(part.carried), "a part hands on less than later ones read"
         self.spans += [_moved(span, later) for span in report.spans]
         self.peaks = [max(pair) for pair in zip(self.peaks, report.peak_kv_bytes, strict=True)]
+        self.launches = [before + now for before, now in zip(self.launches, report.launches, strict=True)]
         _give_back()
 
 

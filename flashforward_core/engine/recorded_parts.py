@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..model.layers import RoleLinear, Rotation, Segments
+from ..model.layers import Rotation, Segments
 from ..model.transformer import Block, BlockParts, CausalWanTransformer
 from .graphs import Body, Recorder
 from .replicas import tensors_in
 
-MAX_BLOCK_BYTES = 256 << 20
-"""Larger blocks keep a device busy for longer than launching them takes Python; a copy of one would be large, too."""
 ALONE_BLOCK_BYTES = 32 << 20
-"""The same for a device that shares Python with no other: launching 1.3B takes less than its smallest forward."""
+"""``memory.RECORDED_BLOCK_BYTES`` for a device that shares Python with no other: launching 1.3B takes less than its
+smallest forward."""
 
 
 class StandIn:
@@ -52,8 +51,13 @@ class StandIn:
 
 def _layout(block: Block) -> Hashable:
     """Return what a recording of a block holds besides its weights' values."""
-    weights = tuple((name, t.shape, t.stride(), t.dtype) for name, t in block.state_dict().items())
-    return weights, tuple(tuple(m.alphas.items()) for m in block.modules() if isinstance(m, RoleLinear))
+    tensors = list(tensors_in([block]))
+    first = {id(tensor): place for place, tensor in reversed(list(enumerate(tensors)))}
+    weights = tuple((t.shape, t.stride(), t.dtype, first[id(t)]) for t in tensors)  # what is shared stays shared
+    modules = tuple(
+        (type(m), getattr(m, "eps", None), tuple(getattr(m, "alphas", {}).items())) for m in block.modules()
+    )
+    return weights, modules
 
 
 def _by_dtype(block: Block) -> list[list[Tensor]]:
@@ -86,6 +90,7 @@ class RecordedParts:
         self._outputs: dict[str, Any] = {}
         self._fixed: dict[str, Tensor] = {}
         self._stand_in: StandIn | None = None
+        self._gave_up = False
         self._time: Tensor | None = None
         """Of the forward under way, which is in the fixed memory, as are its positions."""
         self._turn: Rotation | None = None
@@ -136,7 +141,7 @@ class RecordedParts:
         if self._stand_in is None:
             self._stand_in = StandIn(block)
         stand_in = self._stand_in
-        if not stand_in.becomes(block):
+        if self._gave_up or not stand_in.becomes(block):
             with self._turn_to_record():
                 return part(block, *args)
         self._inputs[name] = args
@@ -146,6 +151,10 @@ class RecordedParts:
                 self._outputs[name] = part(stand_in.block, *self._inputs[name])
 
             with self._turn_to_record():
-                self._made[name] = self._recorder.record(body)
+                made = self._recorder.record(body)
+            if made is None:  # it has run; those that are recorded would not know where its like writes from now on
+                self._gave_up = True
+                return self._outputs[name]
+            self._made[name] = made
         self._made[name]()
         return self._outputs[name]

@@ -102,7 +102,7 @@ class Run:
         fast = replace(fast, graphs="off") if fit.resident else fast  # a recording would keep weights in their place
         prompts = {task: inputs.spec.prompt_at(inputs.frames_of(task)[0]) for task in graph.tasks if task.is_forward}
         uses = [kind_of(task, plan.views[task.id], prompt=prompt) for task, prompt in prompts.items()]
-        forwarders = Forwarders(fast, uses=uses, devices=[lane.device for lane in lanes])
+        self.forwarders = Forwarders(fast, uses=uses, devices=[lane.device for lane in lanes])
         devices: dict[torch.device, Backbone] = {}
         self.streams: list[BlockStream] = []
         self.states: list[LaneState] = []
@@ -122,7 +122,7 @@ class Run:
             sparse = None if options is None else resolve_bucket_attention(options, lane.device, dtype=backbone.dtype)
             last = fast.decodes_channels_last(lane.device)
             decoder = None if local.vae is None else decoder_for(local.vae, channels_last=last)
-            forward = forwarders.make(local.models, attention, device=lane.device)
+            forward = self.forwarders.make(local.models, attention, device=lane.device)
             state = LaneState(
                 lane=lane,
                 models=local.models,
@@ -140,23 +140,25 @@ class Run:
         Whoever reads it orders its own device behind ``marks``; nothing here waits for a CUDA device.
         """
         state = self.states[lane]
-        self._await_parents(task, lane=lane)
-        start = state.lane.ops.mark()
-        outputs = OPS[task.kind](task, self.inputs, state, self.values, self.homes)
-        checks, state.checks = state.checks, []
-        return self._publish(task, outputs, checks, lane=lane, start=start)
+        with self.forwarders.launching():
+            self._await_parents(task, lane=lane)
+            start = state.lane.ops.mark()
+            outputs = OPS[task.kind](task, self.inputs, state, self.values, self.homes)
+            checks, state.checks = state.checks, []
+            return self._publish(task, outputs, checks, lane=lane, start=start)
 
     def launch_pair(self, tasks: Sequence[ForwardTask], *, lane: int) -> list[Launched]:
         """Ask for two forwards as one batch; neither may read what the other writes."""
         state = self.states[lane]
-        for task in tasks:
-            self._await_parents(task, lane=lane)
-        start = state.lane.ops.mark()
-        found = denoise_pair(tasks, self.inputs, state, self.values, self.homes)
-        launched = [
-            self._publish(task, outputs, checks, lane=lane, start=start, share=(n, len(tasks)))
-            for n, (task, (outputs, checks)) in enumerate(zip(tasks, found, strict=True))
-        ]
+        with self.forwarders.launching():
+            for task in tasks:
+                self._await_parents(task, lane=lane)
+            start = state.lane.ops.mark()
+            found = denoise_pair(tasks, self.inputs, state, self.values, self.homes)
+            launched = [
+                self._publish(task, outputs, checks, lane=lane, start=start, share=(n, len(tasks)))
+                for n, (task, (outputs, checks)) in enumerate(zip(tasks, found, strict=True))
+            ]
         end = launched[-1].end
         self.marks.update({task.id: end for task in tasks})
         return [replace(one, end=end) for one in launched]

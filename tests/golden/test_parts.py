@@ -74,6 +74,8 @@ def test_parts_give_the_bytes_of_the_whole(rig: Any, in_parts: Callable[..., Ren
         found = in_parts(backbone, spec, texts, devices=devices)
         assert found.sha256 == expected.sha256
         assert len(found.timeline.spans) == len(expected.timeline.spans)
+        launched = [sum(lane.eager for lane in result.timeline.launches) for result in (found, expected)]
+        assert launched == [build_graph(spec, decode=False).counts()["total"]] * 2
 
 
 @pytest.mark.parametrize("name", POLICIES)
