@@ -104,3 +104,22 @@ def test_no_rows_make_no_page(report: ModuleType, tmp_path: Path, capsys: Any) -
     assert report.main([str(tmp_path / "absent.json"), "--out", str(tmp_path / "page.md")]) == 2
     assert "no rows" in capsys.readouterr().err
     assert not (tmp_path / "page.md").exists()
+
+
+def test_the_page_begins_with_what_further_devices_save_and_how_sure_that_is(report: ModuleType) -> None:
+    def run(seconds: float, devices: int, layout: str, source: str = "measured") -> dict[str, Any]:
+        config = {"schedule": "flashforward", "latents": 81, "resolution": "480p", "precision": "bf16"}
+        return row("rollout_s", seconds, devices=devices, layout=layout, source=source, **config)
+
+    rows = [run(9.0, 1, "single"), run(5.5, 2, "prelude"), run(5.0, 2, "interleaved")]
+    rows += [run(4.8, 2, "interleaved", "predicted"), run(2.5, 4, "interleaved", "predicted")]
+    hiar = {"schedule": "hiar", "devices": 2, "measured_s": 2.0, "predicted_s": 1.9}
+    rows += [row("makespan_error", error, latents=n, **hiar) for n, error in ((81, 0.02), (21, 0.06))]
+    page = report.page(rows)
+    where = ["1.3B", "480p", "bf16", "cudnn", "81"]
+    assert table_rows(page, "What a further device saves")[2:] == [
+        [*where, "1", "single", "9.00", "1.00", "measured"],
+        [*where, "2", "interleaved", "5.00", "1.80", "measured"],
+        [*where, "4", "interleaved", "2.50", "3.60", "predicted"],
+    ]
+    assert "1 of 2 simulated makespans are within 5% of the measured ones; the worst is off by 6.0%" in page
