@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 INTERRUPTED = 130  # what a shell reports for a program that ctrl-C ended
 
@@ -49,6 +49,13 @@ def cache_folder() -> Path:
 
 class Parser(argparse.ArgumentParser):
     """Says in one line what is wrong with a call, as the commands do."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse unknown options where they were given, so that the help named is that command's own."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")

@@ -133,6 +133,7 @@ def test_what_users_can_correct_is_one_line_and_status_2(
     [
         (["--kv-budget", "nine"], "argument --kv-budget: invalid int value: 'nine'"),
         (["--sparse"], "argument --sparse: expected one argument"),
+        (["--speed", "on"], "unrecognized arguments: --speed on"),
     ],
 )
 def test_what_the_parser_refuses_is_one_line_too(
