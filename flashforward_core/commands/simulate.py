@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ RESOLUTIONS = {"480p": (832, 480), "720p": (1280, 720), "128x192": (192, 128)}
 """Name -> (width, height); the last is the embedded model's, named height first as in the benchmarks."""
 PRECISIONS = ("fp32", "bf16", "fp8")
 SIZES_SHOWN = "480p, 720p, 192x128 (the embedded model's) or another WIDTHxHEIGHT"
+NO_COSTS = "no fitted costs; measure them with `bench latency --fit`"
 GIB = 2**30
 BF16 = 2  # bytes
 
@@ -110,6 +113,35 @@ def _spec(args: argparse.Namespace, resolution: str) -> RolloutSpec:
     return spec_for(spec)
 
 
+def _costs_path(args: argparse.Namespace) -> Path:
+    return Path(args.costs or args.cache_folder / "costs.json")
+
+
+def _costs_elsewhere(args: argparse.Namespace, resolution: str) -> str:
+    """Say which other work of this model, and of the device if one is named, has fitted costs; empty if none has."""
+    found: list[str] = []
+    sizes = dict.fromkeys((resolution, "x".join(map(str, size_of(resolution))), *RESOLUTIONS))
+    for size, precision in product(sizes, PRECISIONS):
+        devices = fitted_devices(_costs_path(args), model=args.model, resolution=size, precision=precision)
+        if args.device_name in devices or (devices and args.device_name is None):
+            changed = [] if size == resolution else [f"--resolution {size}"]
+            changed += [] if precision == args.precision else [f"--precision {precision}"]
+            found.append(" ".join(changed))
+    if not found:
+        return ""
+    return f"costs exist only with {' or '.join(found)}; add that, or measure with `bench latency --fit`"
+
+
+def _check_trace(path: Path) -> None:
+    """Raise ``ValueError`` for a path that no trace can be written to."""
+    if path.is_dir():
+        raise ValueError(f"trace={str(path)!r} is a folder; name a file, such as {str(path / 'trace.json')!r}")
+    if not path.parent.is_dir():
+        raise ValueError(f"trace={str(path)!r} is in a folder that does not exist; make {str(path.parent)!r} first")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"trace={str(path)!r} is in a folder that you may not write to; use another folder")
+
+
 def _cost(args: argparse.Namespace, resolution: str) -> CostModel | None:
     """Return the fitted costs for this work, or None; several devices' fits raise ``ValueError``."""
     if args.precision not in PRECISIONS:
@@ -118,13 +150,13 @@ def _cost(args: argparse.Namespace, resolution: str) -> CostModel | None:
         raise ValueError(
             f"costs={str(args.costs)!r} is no file; measure with `bench latency --fit`, or leave --costs out"
         )
-    path = args.costs or args.cache_folder / "costs.json"
-    device = args.device_name
+    path, device = _costs_path(args), args.device_name
     devices = fitted_devices(path, model=args.model, resolution=resolution, precision=args.precision)
     if device is not None and device not in devices:
         known = ", ".join(devices) or "none"
+        other = _costs_elsewhere(args, resolution)
         raise ValueError(
-            f"device_name={device!r} has no fitted costs for this work (these have: {known}); leave it out"
+            f"device_name={device!r} has no fitted costs for this work (these have: {known}); {other or 'leave it out'}"
         )
     if device is None:
         if len(devices) > 1:
@@ -163,18 +195,27 @@ def predict(
     return graph, placement, timeline
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the prediction."""
-    config = _config(args)
-    resolution = _resolution(args, config)
+def _check(args: argparse.Namespace) -> None:
     if args.devices < 1:
         raise ValueError(f"devices={args.devices} is below 1; use devices=1")
     if args.devices > MAX_DEVICES:
         raise ValueError(f"devices={args.devices} is above {MAX_DEVICES}; use devices={MAX_DEVICES} or fewer")
+    if args.trace:
+        _check_trace(args.trace)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the prediction."""
+    config = _config(args)
+    resolution = _resolution(args, config)
+    _check(args)
     spec = _spec(args, resolution)
     for told in spec.advice:
         print(told, file=sys.stderr)
     cost = _cost(args, resolution)
+    elsewhere = "" if cost is not None else _costs_elsewhere(args, resolution)
+    if elsewhere and args.json:
+        print(f"predicted_s is unknown: {elsewhere}", file=sys.stderr)
     graph, placement, timeline = predict(
         spec,
         config=config,
@@ -207,19 +248,20 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.trace:
         args.trace.write_text(json.dumps(timeline.to_chrome_trace()), encoding="utf-8")
-    print(json.dumps(report) if args.json else table(report, model=args.model, shape=spec.shape))
+    if args.json:
+        print(json.dumps(report))
+    else:
+        print(table(report, model=args.model, shape=spec.shape, missing=elsewhere or NO_COSTS))
     return 0
 
 
-def table(report: dict[str, Any], *, model: str, shape: VideoShape) -> str:
-    """Return the report as lines for people."""
+def table(report: dict[str, Any], *, model: str, shape: VideoShape, missing: str = NO_COSTS) -> str:
+    """Return the report as lines for people; ``missing`` says why there are no seconds, where there are none."""
     forwards = ", ".join(
         f"{count} {name.replace('_', ' ')}" for name, count in report["forwards"].items() if name != "total"
     )
     predicted = report["predicted_s"]
-    seconds = (
-        "unknown: no fitted costs; measure them with `bench latency --fit`" if predicted is None else f"{predicted:.2f}"
-    )
+    seconds = f"unknown: {missing}" if predicted is None else f"{predicted:.2f}"
     peaks = "  ".join(f"{size / GIB:.3f}" for size in report["peak_kv_bytes"])
     rows = [
         ("model", model),

@@ -114,6 +114,30 @@ def test_a_fit_gives_seconds(tmp_path: Path) -> None:
     assert (refused.returncode, "these have: H200, B200" in refused.stderr) == (2, True)
 
 
+def test_costs_of_other_work_are_pointed_to(tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    asked = ["simulate", "--latent-frames", "9", "--costs", str(costs)]
+
+    def keep(device: str, resolution: str, precision: str) -> None:
+        key = CostKey(device=device, model="1.3B", resolution=resolution, precision=precision)
+        save_cost(costs, key=key, cost=CostModel(forward_s=0.05))
+
+    keep("H200", "480p", "fp32")
+    remedy = "add that, or measure with `bench latency --fit`"
+    assert f"unknown: costs exist only with --precision fp32; {remedy}\n" in command(*asked).stdout
+    assert "--precision fp32" in command(*asked, "--json").stderr  # where stdout is for programs
+    assert "predicted seconds       0." in command(*asked, "--precision", "fp32").stdout
+    same_size = command(*asked, "--precision", "fp32", "--resolution", "832x480").stdout
+    assert f"costs exist only with --resolution 480p; {remedy}\n" in same_size
+    keep("B200", "720p", "fp8")
+    both = command(*asked).stdout
+    assert "costs exist only with --precision fp32 or --resolution 720p --precision fp8; add" in both
+    one = command(*asked, "--device-name", "B200")
+    assert one.returncode == 2
+    assert "(these have: none); costs exist only with --resolution 720p --precision fp8; add" in one.stderr
+    assert "unknown: no fitted costs; measure them" in command(*asked, "--model", "14B").stdout
+
+
 def test_a_trace_is_written(tmp_path: Path) -> None:
     report("--latent-frames", "9", "--trace", str(tmp_path / "trace.json"))
     assert json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
@@ -141,7 +165,11 @@ def test_a_trace_is_written(tmp_path: Path) -> None:
         (["--anchor-rule", "first"], "anchor_rule='first' is unknown"),
         (["--history", "0", "--schedule", "hiar"], "history=0 reads nothing"),
         (["--sink", "16"], "sink=16 is longer than the history of 15"),
-        (["--trace", "/no/such/folder/x.json"], "No such file or directory"),
+        (
+            ["--trace", "/no/such/folder/x.json"],
+            "trace='/no/such/folder/x.json' is in a folder that does not exist; make '/no/such/folder' first",
+        ),
+        (["--trace", "tests"], "trace='tests' is a folder; name a file, such as 'tests/trace.json'"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(words: list[str], message: str) -> None:
