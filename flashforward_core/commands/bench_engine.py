@@ -4,9 +4,10 @@ import argparse
 import contextlib
 import json
 import logging
+import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,9 +17,9 @@ import torch
 
 from ..engine.cost import CostModel, num_keys
 from ..engine.events import Event, FramesReady, TaskSpan
-from ..engine.forward import FastOptions
-from ..engine.lanes import DevicePlan
-from ..engine.placement import Placement
+from ..engine.forward import CHOICES, FastOptions
+from ..engine.lanes import OTHER_DEVICES, DevicePlan
+from ..engine.placement import ORDERS, Placement
 from ..engine.rollout import RenderResult, render
 from ..graph.schedules import build_graph, spec_for
 from ..graph.task import ForwardTask, Kind, Role, TaskGraph
@@ -83,6 +84,27 @@ class Models:
         return bench_texts(self.backbone)
 
 
+def check_choices(args: argparse.Namespace, **known: Iterable[str]) -> None:
+    """Raise ``ValueError`` for the first option, or word of an option's list, that is not among the known ones."""
+    for name, choices in known.items():
+        given = getattr(args, name)
+        for word in [given] if isinstance(given, str) else given:
+            if word not in (names := tuple(choices)):
+                raise ValueError(f"{name}={word!r} is unknown; use one of: {', '.join(names)}")
+
+
+def devices_of(entry: str) -> tuple[str, ...]:
+    """Return the device of each lane; one that is not here raises ``ValueError``, since rows name what was asked."""
+    asked = dict.fromkeys(part.strip().partition("*")[0] for part in entry.split(","))
+    count = torch.cuda.device_count()
+    present = {"auto", "", "cpu", *(["cuda"] if count else []), *(f"cuda:{n}" for n in range(count))}
+    missing = [name for name in asked if name not in present and re.fullmatch(rf"(cuda|{OTHER_DEVICES})(:\d+)?", name)]
+    if missing:
+        here = f"{len(asked) - len(missing)} of its {len(asked)} devices present"
+        raise ValueError(f"devices={entry!r} has {here} (not {', '.join(missing)}); use auto, cpu*2 or what is there")
+    return DevicePlan(devices=(entry,)).resolve()
+
+
 @dataclass(kw_only=True)
 class Bench:
     """What the metrics of one attention kernel share: settings, the model, and the fitted costs."""
@@ -103,17 +125,18 @@ class Bench:
     @classmethod
     def each(cls, args: argparse.Namespace) -> "list[Bench]":
         """Return one per attention kernel. Check the options; ``ValueError`` names what is wrong."""
-        if args.model not in MODELS:
-            raise ValueError(f"model={args.model!r} is unknown; use one of: {', '.join(MODELS)}")
-        if args.decoder not in DECODERS:
-            raise ValueError(f"decoder={args.decoder!r} is unknown; use one of: {', '.join(DECODERS)}")
-        if args.precision not in PRECISIONS:
-            raise ValueError(f"precision={args.precision!r} is unknown; use one of: {', '.join(PRECISIONS)}")
+        check_choices(args, model=MODELS, decoder=DECODERS, precision=PRECISIONS, order=ORDERS)
+        check_choices(args, compile=CHOICES, graphs=CHOICES)
         embedded = MODELS[args.model] is EMBEDDED
         resolution = args.resolution or ("128x192" if embedded else "480p")
         if embedded and size_of(resolution) != RESOLUTIONS["128x192"]:
             raise ValueError(f"resolution={resolution!r} does not fit model='embedded'; use 128x192, its only size")
-        device = torch.device(DevicePlan(devices=(args.devices[0],)).resolve()[0])
+        resolution = "128x192" if embedded else resolution  # by either order of its name, costs are filed under one
+        lanes = [name for entry in args.devices for name in devices_of(entry)]
+        if len(kinds := {torch.device(name).type for name in lanes}) > 1:
+            asked = f"devices={' '.join(args.devices)!r} are of several kinds ({', '.join(sorted(kinds))})"
+            raise ValueError(f"{asked}, and rows name the hardware of one; measure each kind with a call of its own")
+        device = torch.device(lanes[0])
         dtype = PRECISIONS[args.precision]
         names = dict.fromkeys(resolve_attention(name, device, dtype=dtype).name for name in args.attention)
         common = {"model": args.model, "resolution": resolution, "precision": args.precision}

@@ -26,10 +26,11 @@ from ..kv_policy import KV_POLICIES, KeepOptions
 from ..model.attention import ATTENTION
 from ..model.config import MODELS
 from ..registry import Registry
-from ..specs import TEMPORAL_FACTOR, RolloutSpec
-from .bench_engine import Bench, Timed, forward_seconds, pair_seconds, steady_rate, write_traces
+from ..specs import MAX_DEVICES, TEMPORAL_FACTOR, RolloutSpec
+from .bench_engine import Bench, Timed, check_choices, forward_seconds, pair_seconds, steady_rate, write_traces
 from .bench_kernels import attention_times, decode_rates, forward_errors
 from .bench_models import DECODERS, PRECISIONS
+from .bench_rows import check_target
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure what was asked for; a metric that fails is reported in one line, and the others still run."""
-    for name in args.metrics:
-        METRICS[name]  # raises for unknown names, before anything is measured
+    _check(args)
     benches = Bench.each(args)
+    for schedule in args.schedules:
+        for latents in args.latents:
+            benches[0].spec(schedule, latents)  # raises for sizes and lengths that no video has
+    if args.fit:
+        load_cost(_costs_path(args), key=_cost_key(benches[0]))  # raises for a file of something else
     wanted = [(bench, name) for bench in benches for name in args.metrics if bench is benches[0] or name not in ONCE]
     failed = [f"{name} ({bench.attention})" for bench, name in wanted if not _measured(bench, name)]
     if args.fit and not _measured(benches[0], FIT):
@@ -86,6 +91,32 @@ def run(args: argparse.Namespace) -> int:
     if failed:
         print(f"not measured: {', '.join(failed)}")
     return int(bool(failed))
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ``ValueError`` for what cannot be measured or kept; ``Bench.each`` checks what other suites have too."""
+    check_choices(args, metrics=METRICS, schedules=SCHEDULES, layouts=("auto", *LAYOUTS), decode=DECODES)
+    for latents in args.latents:
+        if latents < 1:
+            raise ValueError(f"latents={latents} is below 1; use latents=21")
+    if args.repeats < 1:
+        raise ValueError(f"repeats={args.repeats} is below 1; use repeats=1")
+    for lanes in args.predict:
+        if not 1 <= lanes <= MAX_DEVICES:
+            raise ValueError(f"predict={lanes} is outside 1 to {MAX_DEVICES}; use predict=4")
+    if args.traces is not None:
+        check_target("traces", args.traces, folder=True)
+    if args.costs is not None or args.fit:
+        check_target("costs", _costs_path(args))
+
+
+def _costs_path(args: argparse.Namespace) -> Path:
+    return Path(args.costs or args.cache_folder / "costs.json")
+
+
+def _cost_key(bench: Bench) -> CostKey:
+    args = bench.args
+    return CostKey(device=bench.book.machine, model=args.model, resolution=bench.resolution, precision=args.precision)
 
 
 FIT = "fit"
@@ -107,9 +138,7 @@ def _measured(bench: Bench, name: str) -> bool:
 
 def _fit(bench: Bench) -> None:
     """Keep the costs of forwards and of decoding; what was not measured now stays as an earlier fit has it."""
-    args = bench.args
-    key = CostKey(device=bench.book.machine, model=args.model, resolution=bench.resolution, precision=args.precision)
-    path = args.costs or args.cache_folder / "costs.json"
+    key, path = _cost_key(bench), _costs_path(bench.args)
     earlier = load_cost(path, key=key)
     cost = earlier if earlier is not None and not bench.has_forwards else bench.cost
     decode_frame_s = bench.decode_frame_s or (0.0 if earlier is None else earlier.decode_frame_s)
@@ -171,7 +200,8 @@ def _one_rollout(bench: Bench, spec: RolloutSpec, *, devices: str, layout: str) 
     plan = bench.plan(devices, layout=layout)
     names = plan.resolve()
     if len(names) == 1 and layout != bench.args.layouts[0]:
-        return  # one lane runs everything, whatever the layout
+        print(f"skipped rollout_s: layout={layout!r} changes nothing for devices={devices!r}, which is one lane")
+        return
     latents = spec.shape.latent_frames
     alone = names == (str(bench.device),)
     timed = bench.single(spec.schedule, latents) if alone else bench.timed(spec, plan)
@@ -239,11 +269,12 @@ def _lane_scaling(bench: Bench) -> None:
     """Forwards per second of several lanes over those of one, in the middle of a wavefront."""
     latents = max(bench.args.latents)
     spec = bench.spec("flashforward_no_anchors", latents)
-    alone = steady_rate(bench.single(spec.schedule, latents).result.timeline.spans)
     for devices in bench.args.devices:
         lanes = len(bench.plan(devices).resolve())
         if lanes == 1:
+            print(f"skipped lane_scaling: lanes=1 of devices={devices!r} is below 2; use more devices, such as cpu*2")
             continue
+        alone = steady_rate(bench.single(spec.schedule, latents).result.timeline.spans)
         plan = bench.plan(devices, layout="interleaved")
         rate = steady_rate(bench.timed(spec, plan).result.timeline.spans)
         bench.book.add("lane_scaling", rate / alone, "ratio", devices=lanes, device_list=devices, forwards_per_s=rate)
@@ -308,8 +339,10 @@ def _job_s(bench: Bench) -> None:
 def _one_job(bench: Bench, latents: int, *, devices: str, decode: str, video: Path) -> None:
     spec, plan = bench.spec("flashforward", latents), bench.plan(devices, decode=decode)
     names = plan.resolve()
-    if len(names) <= LANES_APART.get(decode, 0):
-        return  # there is no other lane
+    if len(names) <= (apart := LANES_APART.get(decode, 0)):
+        few = f"lanes={len(names)} of devices={devices!r} is below {apart + 1} for decode={decode!r}"
+        print(f"skipped job_s: {few}; use decode='shared' or more devices")
+        return
     timed = bench.timed(spec, plan, video=video)
     config = {"latents": latents, "devices": len(names), "device_list": devices}
     config |= {"schedule": spec.schedule, "decode": decode, "encoder": "h264" if timed.encoded else "none"}

@@ -37,15 +37,28 @@ def commit() -> str:
 
 def read_rows(path: Path) -> list[Row]:
     """Return the rows of a file, none if it is not there. Anything else than a list of rows raises ``ValueError``."""
-    if not path.is_file():
+    if not path.exists():
         return []
+    if not path.is_file():
+        raise ValueError(f"{path} is no file that rows can be kept in; choose another")
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # bytes that are no text are a ValueError too
         raise ValueError(f"{path} holds no JSON ({error}); delete it or choose another file") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "metric" in row for row in rows):
         raise ValueError(f"{path} holds no benchmark rows; choose another file")
     return rows
+
+
+def check_target(name: str, path: Path, *, folder: bool = False) -> None:
+    """Raise ``ValueError`` if no file (or ``folder``) can be at ``path``; folders that are missing could be made."""
+    if path.exists() and not (path.is_dir() if folder else path.is_file()):
+        raise ValueError(f"{name}={str(path)!r} is no {'folder' if folder else 'file'}; choose another path")
+    place = next(place for place in ([path] if folder else []) + list(path.parents) if place.exists())
+    if not place.is_dir():
+        raise ValueError(f"{name}={str(path)!r} is below {str(place)!r}, which is no folder; choose another path")
+    if not os.access(place, os.W_OK):
+        raise ValueError(f"{name}={str(path)!r} is in a folder that you may not write to; choose another path")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +71,12 @@ class RowBook:
     """What every row's config holds."""
     rows: list[Row] = field(default_factory=list)
     commit: str = field(default_factory=commit)
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for a file that rows cannot be added to, since measuring takes long."""
+        if self.path is not None:
+            check_target("json", self.path)
+            read_rows(self.path)
 
     def add(
         self,

@@ -112,6 +112,89 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(changes: dict[s
         run(arguments(**changes))
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--graphs", "yes"], "graphs='yes' is unknown; use one of: auto, on, off"),
+        (["--compile", "offf"], "compile='offf' is unknown; use one of: auto, on, off"),
+        (["--order", "fast"], "order='fast' is unknown; use one of: latency, memory"),
+        (["--schedules", "hiar", "fast"], "schedules='fast' is unknown; use one of: flashforward, "),
+        (["--layouts", "zigzag"], "layouts='zigzag' is unknown; use one of: auto, interleaved, "),
+        (["--decode", "own", "everywhere"], "decode='everywhere' is unknown; use one of: auto, own, "),
+        (["--latents", "21", "0"], "latents=0 is below 1; use latents=21"),
+        (["--latents", "9999999999"], "is above 100000"),
+        (["--model", "1.3B", "--resolution", "100x96"], "width=100 is not a positive multiple of 16"),
+        (["--repeats", "0"], "repeats=0 is below 1; use repeats=1"),
+        (["--predict", "4", "0"], "predict=0 is outside 1 to 64; use predict=4"),
+        (["--predict", "65"], "predict=65 is outside 1 to 64"),
+        (["--devices", "cpu", "gpu"], "devices='gpu' is no device; use auto, cpu, cpu*4 or cuda:0"),
+        (["--devices", "cpu", "cuda:63"], "devices='cuda:63' has 0 of its 1 devices present (not cuda:63); use auto"),
+        (["--devices", "cpu,mps"], "devices='cpu,mps' has 1 of its 2 devices present (not mps); use auto"),
+    ],
+)
+def test_bad_options_end_in_one_line_before_weights_are_made(words: list[str], message: str, capsys: Any) -> None:
+    assert main(["bench", "latency", *words]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err and shown.err.count("\n") == 1
+    assert shown.out == ""  # not even "weights made"
+
+
+def test_an_unknown_option_points_to_the_suite_s_own_help(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "latency", "--speed", "on"])
+    assert ended.value.code == 2
+    name = "flashforward_core bench latency"
+    assert capsys.readouterr().err == f"{name}: unrecognized arguments: --speed on; see {name} --help\n"
+
+
+def test_lists_of_different_hardware_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows name the hardware of the first list's first device."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"are of several kinds \(cpu, cuda\), and rows name the hardware of one"):
+        Bench.each(arguments(devices=["cpu", "cuda:0"]))
+
+
+@pytest.mark.parametrize("option", ["--json", "--costs", "--traces"])
+@pytest.mark.parametrize("target", ["folder", "binary", "damaged", "other", "damaged/below"])
+def test_what_cannot_be_written_is_found_before_measuring(
+    option: str, target: str, tmp_path: Path, capsys: Any
+) -> None:
+    """``--traces`` names a folder, the others a file."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "binary").write_bytes(b"\xd0\x00\xff")
+    (tmp_path / "damaged").write_text('[{"metric": ')
+    (tmp_path / "other").write_text('{"a": 1}')
+    if (option, target) == ("--traces", "folder"):
+        target = "binary/below"
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    words = ["bench", "latency", "--devices", "cpu", "--fit", "--metrics", "rollout_s", "--latents", "1"]
+    words += ["--costs", str(tmp_path / "new" / "costs.json"), "--json", str(tmp_path / "new" / "rows.json")]
+    assert main([*words, option, str(tmp_path / target)]) == 2
+    shown = capsys.readouterr()
+    assert str(tmp_path / target) in shown.err and shown.err.count("\n") == 1
+    assert shown.out == ""
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["job_s", "--decode", "split"], "skipped job_s: lanes=1 of devices='cpu' is below 3 for decode='split'; use"),
+        (["job_s", "--decode", "own"], "skipped job_s: lanes=1 of devices='cpu' is below 2 for decode='own'; use"),
+        (["lane_scaling"], "skipped lane_scaling: lanes=1 of devices='cpu' is below 2; use"),
+    ],
+)
+def test_a_metric_that_needs_more_lanes_says_so(words: list[str], said: str, capsys: Any) -> None:
+    assert main(["bench", "latency", "--devices", "cpu", "--latents", "1", "--metrics", *words]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(said) and shown.count("\n") == 1
+
+
+def test_costs_of_the_embedded_model_go_by_one_name() -> None:
+    (bench,) = Bench.each(arguments(resolution="192x128"))
+    assert bench.resolution == "128x192"
+
+
 def test_one_failing_metric_does_not_lose_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
