@@ -58,7 +58,7 @@ pack() { # NAME FOLDER: leaves the folder in parts that stay below a limit of 15
 distill() {
     quality before "${BEFORE_S:-90}"
     core "base" "$((${BASE_S:-65} + 100))" train base --out "$work" --init "$assets" --scenes 768 --steps 100000 \
-        --max-s "${BASE_S:-65}" --lr 3e-4 --no-compile ${BASE:-}
+        --max-s "${BASE_S:-65}" --lr 3e-4 --rebase 0.7 --no-compile ${BASE:-}
     local teacher="$work/base.pt"
     [ -e "$teacher" ] || teacher="$assets"
     core "distill from $(basename "$teacher")" "$((${DISTILL_S:-130} + 80))" train distill --out "$work" --init "$assets" \

@@ -1,5 +1,6 @@
 """Train the bidirectional base model and the text encoder by flow matching, dense clips and sparse ones in turn."""
 
+import random
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,12 @@ def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
     return (losses * weights).sum() / (weights.sum() * losses.shape[0])
 
 
+def crop_offset(room: int, *, share: float, seed: str) -> int:
+    """Draw the latent at which clips are cropped, at most ``room`` and alike on every process: 0 but for ``share``."""
+    choice = random.Random(f"rebase-{seed}")
+    return choice.randint(0, room) if room > 0 and choice.random() < share else 0
+
+
 def compile_blocks(model: CausalWanTransformer) -> None:
     """Compile what stands before and after self-attention, once for all blocks; in place, so never copy it after."""
     for block in model.blocks:
@@ -69,9 +76,16 @@ class BaseStep(nn.Module):
         self.checkpoint_blocks = checkpoint_blocks
 
     def forward(
-        self, clean: Tensor, ids: Tensor, mask: Tensor, sigma: Tensor, noise: Tensor, frames: Tensor
+        self,
+        clean: Tensor,
+        ids: Tensor,
+        mask: Tensor,
+        sigma: Tensor,
+        noise: Tensor,
+        frames: Tensor,
+        weights: Tensor,
     ) -> dict[str, Tensor]:
-        """Score clips [B, 16, F, h, w] at one sigma each [B]; ``frames`` [F] are their absolute latent indices."""
+        """Score clips [B, 16, F, h, w] at one sigma each [B], of positions ``frames`` [F] and ``weights`` [F]."""
         s = sigma.view(-1, 1, 1, 1, 1)
         with torch.autocast(clean.device.type, torch.bfloat16, enabled=self.autocast):
             text = self.model.text_context(self.text(ids, mask), Role.RENDERER)
@@ -84,7 +98,6 @@ class BaseStep(nn.Module):
                 role=Role.RENDERER,
                 checkpoint_blocks=self.checkpoint_blocks,
             )
-        weights = torch.where(frames == 0, FIRST_FRAME, 1.0)
         return {"loss": weighted_mean(flow_loss(velocity, clean, noise), weights)}
 
 
@@ -98,8 +111,12 @@ def train_base(
     layouts: Sequence[tuple[int, int, int]],
     compiled: bool = True,
     checkpoint_blocks: bool = False,
+    rebase: float = 0.0,
 ) -> tuple[CausalWanTransformer, ByteT5Encoder]:
-    """Train on ``layouts`` (clips per batch, latent frames, their stride) in turn; return the averaged weights."""
+    """Train on ``layouts`` (clips per batch, latent frames, their stride) in turn; return the averaged weights.
+
+    A share ``rebase`` of the steps crops its clips at a random place, with positions from 0, where there is room.
+    """
     device = accelerator.device
     step = BaseStep(model, text, autocast=half_precision(model, device), checkpoint_blocks=checkpoint_blocks)
 
@@ -107,9 +124,13 @@ def train_base(
         count, length, stride = layouts[number % len(layouts)]
         frames = torch.arange(length, device=device) * stride
         clean, ids, mask = pool.sample(count, generator, drop=CAPTION_DROP)
-        clean = clean[:, :, frames]
+        room = clean.shape[2] - 1 - (length - 1) * stride
+        offset = crop_offset(room, share=rebase, seed=f"{config.seed}-{number}")
+        clean = clean[:, :, frames + offset]
         noise = torch.randn(clean.shape, generator=generator, device=device)
-        return clean, ids, mask, draw_sigmas((count,), generator, device=device), noise, frames
+        # in a clip's middle no latent is a single video frame
+        weights = torch.where((frames == 0) & (offset == 0), FIRST_FRAME, 1.0)
+        return clean, ids, mask, draw_sigmas((count,), generator, device=device), noise, frames, weights
 
     compile_parts = partial(compile_blocks, model) if compiled else None
     best = train(step, config, accelerator=accelerator, batch=batch, prepare=compile_parts)

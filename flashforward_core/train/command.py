@@ -207,6 +207,7 @@ def _base(args: argparse.Namespace, accelerator: Accelerator) -> None:
         layouts=[(args.clips, 21, 1), (args.clips * 2, 9, 10)],
         compiled=args.compile and not args.shard,
         checkpoint_blocks=args.checkpoint_blocks,
+        rebase=args.rebase,
     )
     if accelerator.is_main_process:
         base_step.save_base(model, text, args.out / "base.pt")

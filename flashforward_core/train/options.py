@@ -150,7 +150,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-role-embedding", dest="role_embedding", action="store_false", help="sft: tell roles apart by LoRAs alone"
     )
-    parser.add_argument("--rebase", type=float, help="sft: share of steps on clips cropped anywhere (0)")
+    parser.add_argument("--rebase", type=float, help="base, sft: share of steps on clips cropped anywhere (0)")
     for name, words in (
         ("checkpoint-blocks", "recompute blocks in the backward pass, for memory"),
         ("frozen", "train the roles' LoRAs and embedding alone"),

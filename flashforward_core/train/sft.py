@@ -1,6 +1,5 @@
 """Phase 1: packed supervised fine-tuning of both roles in one block-causal forward (FlashForward)."""
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from flashforward_core.train.base import (
     CAPTION_DROP,
     FIRST_FRAME,
     compile_blocks,
+    crop_offset,
     draw_sigmas,
     flow_loss,
     half_precision,
@@ -129,13 +129,6 @@ def packed_sigmas(packing: Packing, count: int, generator: torch.Generator, *, d
     return torch.cat((clean, per_block[:, block_of], clip), dim=1)
 
 
-def crop_offset(layout: PackedLayout, clip_frames: int, *, share: float, seed: str) -> int:
-    """Draw where clips of ``clip_frames`` latents are cropped, alike on every process: 0 but for ``share`` of steps."""
-    choice = random.Random(f"rebase-{seed}")
-    room = clip_frames - 1 - max(layout.packing.frames)
-    return choice.randint(0, room) if room > 0 and choice.random() < share else 0
-
-
 def train_sft(
     model: CausalWanTransformer,
     text: ByteT5Encoder,
@@ -161,7 +154,8 @@ def train_sft(
     def batch(generator: torch.Generator, number: int) -> tuple[object, ...]:
         layout = layouts[number % len(layouts)]
         clean, ids, mask = pool.sample(layout.clips, generator, drop=CAPTION_DROP)
-        offset = crop_offset(layout, clean.shape[2], share=rebase, seed=f"{config.seed}-{number}")
+        room = clean.shape[2] - 1 - max(layout.packing.frames)
+        offset = crop_offset(room, share=rebase, seed=f"{config.seed}-{number}")
         packed = clean[:, :, layout.frames + offset]
         noise = torch.randn(packed.shape, generator=generator, device=device)
         sigma = packed_sigmas(layout.packing, layout.clips, generator, device=device)

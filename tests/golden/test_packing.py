@@ -1,19 +1,26 @@
 """The packed training forward equals the forwards that inference runs one by one."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from flashforward_core.graph.schedules import build_graph
 from flashforward_core.graph.task import ForwardTask, Kind, Role, Slot, Space
 from flashforward_core.model.config import WanConfig
 from flashforward_core.model.roles import attach_roles
+from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer, TextContext
 from flashforward_core.specs import AnchorPlan, History, RolloutSpec, VideoShape
+from flashforward_core.train import base
+from flashforward_core.train.base import crop_offset
+from flashforward_core.train.data import LatentPool
+from flashforward_core.train.loop import LoopConfig
 from flashforward_core.train.packing import GroupedAttention, Packing, dense_attention, pack
-from flashforward_core.train.sft import crop_offset, layouts_for
 
 pytestmark = pytest.mark.cpu
 
@@ -214,9 +221,34 @@ def test_grouped_attention_equals_dense_attention_under_the_mask(latent_frames: 
 
 
 def test_time_rebase_crops_some_steps_clips_anywhere_within_them() -> None:
-    layout = layouts_for([(1, 7, False)], width=32, height=32, device=torch.device("cpu"))[0]
-    offsets = [crop_offset(layout, 13, share=0.5, seed=f"0-{number}") for number in range(400)]
-    assert set(offsets) == set(range(7))  # 13 latents have room for 7 at 0 to 6
+    offsets = [crop_offset(6, share=0.5, seed=f"0-{number}") for number in range(400)]
+    assert set(offsets) == set(range(7))
     assert 140 < sum(offset > 0 for offset in offsets) < 200  # half of the steps, six sevenths of them not at 0: 171
-    assert {crop_offset(layout, 13, share=0.0, seed=str(number)) for number in range(50)} == {0}
-    assert {crop_offset(layout, 7, share=1.0, seed=str(number)) for number in range(50)} == {0}  # no room
+    assert {crop_offset(6, share=0.0, seed=str(number)) for number in range(50)} == {0}
+    assert {crop_offset(0, share=1.0, seed=str(number)) for number in range(50)} == {0}  # no room
+
+
+def test_the_base_may_see_clips_cropped_anywhere_with_positions_from_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A teacher that has seen beginnings alone takes the middle of a video for one."""
+    steps: list[Any] = []
+
+    def take(module: Any, config: Any, *, batch: Any, **_: Any) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        steps.extend(batch(generator, number) for number in range(40))
+        return module
+
+    monkeypatch.setattr(base, "train", take)
+    text = ByteT5Encoder.create(text_len=CONFIG.text_len, text_dim=CONFIG.text_dim)
+    latents = torch.arange(81.0).view(1, 1, 81, 1, 1).expand(2, 16, 81, 1, 1)  # each latent says which it is
+    pool = LatentPool.of_clips(text, latents, ["a", "b"], device=torch.device("cpu"))
+    config = LoopConfig(out=Path("unused"), steps=40, lr=1e-3)
+    options = {"accelerator": Accelerator(cpu=True), "layouts": [(1, 21, 1), (2, 9, 10)], "compiled": False}
+    base.train_base(CausalWanTransformer(CONFIG), text, pool, config, rebase=0.5, **options)
+    starts = set()
+    for number, (clean, _, _, _, _, frames, weights) in enumerate(steps):
+        shown = clean[0, 0, :, 0, 0].long()
+        assert torch.equal(shown, shown[0] + frames) and frames[0] == 0
+        assert weights.tolist() == [base.FIRST_FRAME if shown[0] == 0 else 1.0] + [1.0] * (len(frames) - 1)
+        assert number % 2 == 0 or shown[0] == 0  # nine latents ten apart leave no room
+        starts.add(int(shown[0]))
+    assert len(starts) > 5 and max(starts) <= 60
