@@ -58,8 +58,8 @@ if [ $# -gt 0 ]; then
     exit
 fi
 
-# Those that start servers and clusters beside those that compute: one waits while the other works.
-started=(tests/browser tests/cluster tests/nodes)
+# Those that start servers beside those that compute or start clusters: one waits while the other works.
+started=(tests/browser tests/nodes)
 mkdir -p .out
 run_tests tests "${started[@]/#/--ignore=}" -p no:cacheprovider >.out/tests.log 2>&1 &
 computing=$!
