@@ -119,7 +119,8 @@ def test_large_blocks_are_recorded_only_within_whole_forwards(
     spec = rig.spec(latent_frames=30)
     expected = run(rig, spec, fast=FastOptions())
     monkeypatch.setattr(forward, "RECORDED_BLOCK_BYTES", 1)
-    assert torch.equal(run(rig, spec, fast=FastOptions(graphs="on")), expected)
+    # with two lanes one may always find the other launching, which it does piece by piece
+    assert torch.equal(run(rig, spec, fast=FastOptions(graphs="on"), lanes=1), expected)
     assert replays["parts recorded"] == 0 < replays["recorded"] < replays["replayed"]
 
 
@@ -226,8 +227,8 @@ def test_a_part_that_cannot_be_recorded_leaves_the_others_right(
     monkeypatch.setattr(Graphs, "fails", tuple(fails.split()))
     monkeypatch.setattr(forward, "Rerun", Graphs)
     told: list[Launches] = []
-    assert torch.equal(run(rig, spec, fast=FastOptions(graphs="on"), told=told), expected)
-    assert (sum(lane.recorded for lane in told) == 0) == (fails == "whole")
+    assert torch.equal(run(rig, spec, fast=FastOptions(graphs="on"), lanes=1, told=told), expected)
+    assert (told[0].recorded == 0) == (fails == "whole")
 
 
 def test_recordings_do_not_keep_the_weights(rig: Any) -> None:
@@ -355,4 +356,4 @@ def test_a_lane_of_its_own_leaves_large_blocks_out(
     run(rig, rig.spec(latent_frames=30), fast=FastOptions(), lanes=1)
     assert not replays
     run(rig, rig.spec(latent_frames=30), fast=FastOptions(), lanes=2)
-    assert replays["recorded"] > 0 < replays["parts recorded"]
+    assert replays["parts recorded"] > 0
