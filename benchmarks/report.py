@@ -230,15 +230,13 @@ def _saved(where: tuple[Any, ...], found: dict[tuple[int, str], Row]) -> list[st
 
 def prediction_verdict(rows: Sequence[Row]) -> str:
     """Say how far simulated makespans were off, at worst."""
-    errors = {row["value"]: row["config"] for row in rows if row["metric"] == "makespan_error"}
-    if not errors:
+    found = [row for row in rows if row["metric"] == "makespan_error"]
+    if not found:
         return ""
-    kept, worst = sum(error <= MAKESPAN_TARGET for error in errors), max(errors)
-    what = " ".join(str(errors[worst].get(name, "")) for name in ("model", "attention", "schedule", "layout"))
-    where = f"{what}, {errors[worst].get('latents')} latents on {errors[worst].get('devices')}"
+    kept, worst = sum(row["value"] <= MAKESPAN_TARGET for row in found), max(found, key=lambda row: row["value"])
     return (
-        f"{kept} of {len(errors)} simulated makespans are within {MAKESPAN_TARGET:.0%} of the measured ones; the worst "
-        f"is off by {worst:.1%} ({where}).\n"
+        f"{kept} of {len(found)} simulated makespans are within {MAKESPAN_TARGET:.0%} of the measured ones; the worst "
+        f"is off by {worst['value']:.1%} ({_label(worst)}).\n"
     )
 
 
@@ -325,15 +323,12 @@ def _cell(value: Any) -> str:
 def pairs(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
     """Return (label, measured, predicted) seconds of every rollout that was run."""
     found = [row for row in latest(rows) if row["metric"] == "makespan_error"]
+    return [(_label(row), row["config"]["measured_s"], row["config"]["predicted_s"]) for row in found]
+
+
+def _label(row: Row) -> str:
     labels = ("model", "attention", "schedule", "layout", "latents", "devices")
-    return [
-        (
-            "{} {} {} {}, {} latents on {}".format(*_values(labels, row)),
-            row["config"]["measured_s"],
-            row["config"]["predicted_s"],
-        )
-        for row in found
-    ]
+    return "{} {} {} {}, {} latents on {}".format(*_values(labels, row))
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

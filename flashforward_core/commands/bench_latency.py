@@ -31,6 +31,7 @@ from .bench_engine import Bench, Timed, check_choices, forward_seconds, pair_sec
 from .bench_kernels import attention_times, decode_rates, forward_errors
 from .bench_models import DECODERS, PRECISIONS
 from .bench_rows import check_target
+from .simulate import costs_path
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         for latents in args.latents:
             benches[0].spec(schedule, latents)  # raises for sizes and lengths that no video has
     if args.fit:
-        load_cost(_costs_path(args), key=_cost_key(benches[0]))  # raises for a file of something else
+        load_cost(costs_path(args), key=_cost_key(benches[0]))  # raises for a file of something else
     wanted = [(bench, name) for bench in benches for name in args.metrics if bench is benches[0] or name not in ONCE]
     failed = [f"{name} ({bench.attention})" for bench, name in wanted if not _measured(bench, name)]
     if args.fit and not _measured(benches[0], FIT):
@@ -107,11 +108,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.traces is not None:
         check_target("traces", args.traces, folder=True)
     if args.costs is not None or args.fit:
-        check_target("costs", _costs_path(args))
-
-
-def _costs_path(args: argparse.Namespace) -> Path:
-    return Path(args.costs or args.cache_folder / "costs.json")
+        check_target("costs", costs_path(args))
 
 
 def _cost_key(bench: Bench) -> CostKey:
@@ -138,7 +135,7 @@ def _measured(bench: Bench, name: str) -> bool:
 
 def _fit(bench: Bench) -> None:
     """Keep the costs of forwards and of decoding; what was not measured now stays as an earlier fit has it."""
-    key, path = _cost_key(bench), _costs_path(bench.args)
+    key, path = _cost_key(bench), costs_path(bench.args)
     earlier = load_cost(path, key=key)
     cost = earlier if earlier is not None and not bench.has_forwards else bench.cost
     decode_frame_s = bench.decode_frame_s or (0.0 if earlier is None else earlier.decode_frame_s)

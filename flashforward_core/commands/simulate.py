@@ -113,7 +113,8 @@ def _spec(args: argparse.Namespace, resolution: str) -> RolloutSpec:
     return spec_for(spec)
 
 
-def _costs_path(args: argparse.Namespace) -> Path:
+def costs_path(args: argparse.Namespace) -> Path:
+    """Return the file of fitted costs that a call means."""
     return Path(args.costs or args.cache_folder / "costs.json")
 
 
@@ -122,7 +123,7 @@ def _costs_elsewhere(args: argparse.Namespace, resolution: str) -> str:
     found: list[str] = []
     sizes = dict.fromkeys((resolution, "x".join(map(str, size_of(resolution))), *RESOLUTIONS))
     for size, precision in product(sizes, PRECISIONS):
-        devices = fitted_devices(_costs_path(args), model=args.model, resolution=size, precision=precision)
+        devices = fitted_devices(costs_path(args), model=args.model, resolution=size, precision=precision)
         if args.device_name in devices or (devices and args.device_name is None):
             changed = [] if size == resolution else [f"--resolution {size}"]
             changed += [] if precision == args.precision else [f"--precision {precision}"]
@@ -150,7 +151,7 @@ def _cost(args: argparse.Namespace, resolution: str) -> CostModel | None:
         raise ValueError(
             f"costs={str(args.costs)!r} is no file; measure with `bench latency --fit`, or leave --costs out"
         )
-    path, device = _costs_path(args), args.device_name
+    path, device = costs_path(args), args.device_name
     devices = fitted_devices(path, model=args.model, resolution=resolution, precision=args.precision)
     if device is not None and device not in devices:
         known = ", ".join(devices) or "none"

@@ -1,9 +1,11 @@
 """Faster ways to run a forward change no byte, and step aside where they cannot work."""
 
+import contextlib
 import gc
 import logging
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -278,6 +280,19 @@ def test_with_cuda_malloc_async_lanes_launch_one_at_a_time(monkeypatch: pytest.M
         with forwarders.launching(), ThreadPoolExecutor() as other:
             free = other.submit(forwarders._lock.acquire, blocking=False).result()
         assert free != alone
+
+
+def test_every_task_is_launched_within_what_lanes_hold(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, held = rig.spec(), Counter[str]()
+
+    @contextlib.contextmanager
+    def counted(self: forward.Forwarders) -> Iterator[None]:
+        held["entered"] += 1
+        yield
+
+    monkeypatch.setattr(forward.Forwarders, "launching", counted)
+    run(rig, spec, fast=FastOptions(), lanes=3)
+    assert held["entered"] == len(build_graph(spec, decode=False))
 
 
 def test_a_run_ahead_of_its_device_gives_the_same_bytes(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import torch
 from flashforward_core.engine.budget import DECODE_NUMBERS, sizes_of
 from flashforward_core.engine.memory import (
     GIB,
+    LIBRARY_BYTES,
     DoesNotFit,
     MemoryOptions,
     backbone_sizes,
@@ -161,6 +162,27 @@ def test_the_largest_model_needs_what_was_worked_out_by_hand(order: str, memory:
     sizes = backbone_sizes(WAN_14B, element_bytes=2)
     (found,) = predict_memory(graph, spec=spec, placement=placement, sizes=sizes, options=memory)
     assert found.peak_bytes / GIB == pytest.approx(gib, abs=0.5)  # the figures above have two or three digits
+
+
+def test_what_recordings_read_is_predicted_where_cuda_lanes_record() -> None:
+    """A block's weights for each role and length of forwards, but for blocks that are too large to be recorded."""
+    spec = spec_for(RolloutSpec(shape=VideoShape(width=832, height=480, latent_frames=21)))
+    graph = build_graph(spec, decode=False)
+
+    def workspace(config: WanConfig, device: str, **options: str) -> list[int]:
+        placement = place(graph, lanes=lanes_for([f"{device}:0", f"{device}:1"]), layout="prelude")
+        sizes = backbone_sizes(config, element_bytes=2, weight_sets=2)
+        memory = MemoryOptions(**options)  # type: ignore[arg-type]
+        return [
+            found.workspace_bytes - LIBRARY_BYTES * (device == "cuda")
+            for found in predict_memory(graph, spec=spec, placement=placement, sizes=sizes, options=memory)
+        ]
+
+    block = backbone_sizes(WAN_1_3B, element_bytes=2, weight_sets=2).block_bytes
+    added = [more - less for more, less in zip(workspace(WAN_1_3B, "cuda"), workspace(WAN_1_3B, "xpu"), strict=True)]
+    assert added == [2 * block, block]  # the first lane plans as well
+    for config, options in ((WAN_14B, {}), (WAN_1_3B, {"offload": "on"})):
+        assert workspace(config, "cuda", **options) == workspace(config, "xpu", **options)
 
 
 def test_buckets_take_eight_bytes_a_token_and_head_of_sparse_blocks() -> None:
