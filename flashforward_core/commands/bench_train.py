@@ -151,7 +151,7 @@ def _distill(models: _Models, spec: RolloutSpec, *, window: int) -> tuple[nn.Mod
         turn = Turn(
             of_student=of_student,
             exit_stage=spec.stages.num_stages - 1,
-            window_start=0,
+            window_starts=(0,),
             student_text=text,
             teacher_text=text,
             empty_text=empty,

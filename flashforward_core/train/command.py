@@ -73,7 +73,8 @@ autoencoder remembers: without them it drifts after the longest clip it has seen
 DECODER = VaeLoss(box=4.0, even=0.2, still=3.0)
 """Of whole clips, for the decoder alone. At 0.2, a quarter of a decibel between frames pulls ten times as hard as what
 is left of the errors."""
-DECODER_CROPS = VaeLoss(box=8.0, first_frame=2.0, still=3.0)
+DECODER_CROPS = VaeLoss(mse=16.0, box=8.0, first_frame=2.0, still=3.0)
+"""Of crops: the largest errors count most, as in what is measured."""
 
 
 def _vae_stages(args: argparse.Namespace) -> list[VaeStage]:
@@ -288,6 +289,7 @@ def _distill(args: argparse.Namespace, accelerator: Accelerator) -> None:
         clips=args.clips,
         distill=distill_step.DistillConfig(
             guidance=args.guidance,
+            windows=args.windows,
             forward_kl=args.forward_kl,
             anchor_weight=1.0 if args.wan is None else 0.0,  # the embedded base knows sparse clips
             checkpoint_blocks=args.checkpoint_blocks,

@@ -6,7 +6,7 @@ then one of the student.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -48,6 +48,8 @@ class DistillConfig:
     shift: float = 5.0
     window: int = 21
     """Consecutive latent frames that teacher and critic judge at once: what the teacher was trained on."""
+    windows: int = 1
+    """How many of them, side by side, are judged of each rollout, if it is that long; each takes the memory of one."""
     anchor_weight: float = 0.0
     """Weight of judging the anchors too, as a clip of their own; above 0 it needs a teacher that knows sparse clips."""
     forward_kl: float = 0.0
@@ -59,6 +61,7 @@ class DistillConfig:
         for name, least in (
             ("critic_steps", 1),
             ("window", 2),
+            ("windows", 1),
             ("guidance", 0),
             ("anchor_weight", 0),
             ("forward_kl", 0),
@@ -138,8 +141,8 @@ class Turn:
 
     of_student: bool
     exit_stage: int
-    window_start: int
-    """First latent frame that teacher and critic judge."""
+    window_starts: Sequence[int]
+    """First latent frame of each window that teacher and critic judge."""
     student_text: Tensor
     """Prompt embeddings of the student's encoder [B, text_len, text_dim]."""
     teacher_text: Tensor
@@ -199,13 +202,17 @@ class DistillStep(nn.Module):
         with torch.set_grad_enabled(turn.of_student):
             student = Student.of(self.model, turn.student_text, checkpoint_blocks=self.config.checkpoint_blocks)
             made = self_rollout(student, self.layout, noise=noise, exit_stage=turn.exit_stage)
-        start, device = turn.window_start, made.video_BCFHW.device
-        clip = made.video_BCFHW[:, :, start : start + self.config.window]
-        counted = torch.ones(clip.shape[2], device=device)
-        if start > 0:
-            counted[0] = 0  # a clip's first latent is one video frame, this one is four: the judges would misread it
-        positions = torch.arange(clip.shape[2], device=device)
-        views = [View(latents=clip, frames=positions, counted=counted, weight=1.0)]
+        device, count = made.video_BCFHW.device, len(turn.window_starts)
+        views = []
+        for start in turn.window_starts:
+            clip = made.video_BCFHW[:, :, start : start + self.config.window]
+            counted = torch.ones(clip.shape[2], device=device)
+            if start > 0:
+                counted[0] = (
+                    0  # a clip's first latent is one video frame, this one is four: the judges would misread it
+                )
+            positions = torch.arange(clip.shape[2], device=device)
+            views.append(View(latents=clip, frames=positions, counted=counted, weight=1.0 / count))
         if self.config.anchor_weight > 0:
             anchors = made.anchors_BCAHW
             places = torch.tensor(self.layout.spec.anchor_positions(), device=device)
@@ -262,6 +269,18 @@ class DistillStep(nn.Module):
         frames = torch.arange(real.shape[2], device=real.device)
         velocity = student.velocity(renoise(real, noise, sigma=_per_clip(sigma)), sigma, frames=frames)
         return flow_loss(velocity, real, noise).mean()
+
+
+BEGINNINGS = 0.3
+"""Share of rollouts that are judged from their first latent frame on; other windows do not begin as clips do."""
+
+
+def window_starts(config: DistillConfig, latent_frames: int, choice: random.Random) -> list[int]:
+    """Draw where the windows that are judged begin in a rollout: one behind the other, from its start or anywhere."""
+    count = min(config.windows, latent_frames // config.window)
+    room = latent_frames - count * config.window
+    first = choice.randint(0, room) if choice.random() >= BEGINNINGS else 0
+    return [first + number * config.window for number in range(count)]
 
 
 def _noise_like(latents: Tensor, generator: torch.Generator) -> Tensor:
@@ -325,11 +344,11 @@ def train_distill(
         clean, ids, mask = pool.sample(clips, generator, drop=0.0)
         choice = random.Random(f"turn-{config.seed}-{number}")  # the same on every process
         of_student = (number + 1) % (distill.critic_steps + 1) == 0
-        start = choice.randrange(layout.spec.shape.latent_frames - distill.window + 1)
+        starts = window_starts(distill, layout.spec.shape.latent_frames, choice)
         turn = Turn(
             of_student=of_student,
             exit_stage=choice.randrange(layout.spec.stages.num_stages),
-            window_start=start,
+            window_starts=starts,
             student_text=text(ids, mask),
             teacher_text=teacher.text(ids, mask),
             empty_text=teacher.text(pool.empty_ids, pool.empty_mask),

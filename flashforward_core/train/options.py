@@ -30,6 +30,7 @@ DEFAULTS: Mapping[str, Any] = {
     "rank": 8,
     "rebase": 0.0,
     "guidance": 3.0,
+    "windows": 1,
     "forward_kl": 0.0,
     "latents": 81,
     "checkpoint_blocks": False,
@@ -160,6 +161,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--teacher", type=Path, help="distill: a base.pt or assets folder to learn from (OUT/base.pt)")
     parser.add_argument("--critic-rank", type=int, help="distill: rank of a critic's LoRA, 0 for a whole critic (0)")
     parser.add_argument("--guidance", type=float, help="distill: weight of the teacher's guidance (3)")
+    parser.add_argument(
+        "--windows", type=int, help="distill: parts of each rollout that are judged, 21 latents each (1)"
+    )
     parser.add_argument("--forward-kl", type=float, help="distill: weight of the loss on real clips (0)")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="run eagerly")
 

@@ -2,7 +2,9 @@
 
 import argparse
 import copy
+import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from flashforward_core.train.distill import (
     lora_critic,
     surrogate_loss,
     train_distill,
+    window_starts,
 )
 from flashforward_core.train.loop import LoopConfig
 from flashforward_core.train.rollout import layout_for
@@ -107,12 +110,12 @@ class Trial:
         self.texts = rig.texts(count=3, batch=2)
 
     def losses(
-        self, *, of_student: bool, seed: int = 0, real: Tensor | None = None, start: int = 0
+        self, *, of_student: bool, seed: int = 0, real: Tensor | None = None, starts: Sequence[int] = (0,)
     ) -> dict[str, Tensor]:
         turn = Turn(
             of_student=of_student,
             exit_stage=1,
-            window_start=start,
+            window_starts=starts,
             student_text=self.texts[0],
             teacher_text=self.texts[1],
             empty_text=self.texts[2][:1],
@@ -216,6 +219,30 @@ def test_anchors_and_forward_kl_are_options_that_count(rig: Any) -> None:
     real = torch.randn(2, 16, WINDOW, 4, 4)
     losses = Trial(rig, DistillConfig(window=WINDOW, forward_kl=0.1)).losses(of_student=True, real=real)
     torch.testing.assert_close(losses["loss"], losses["dmd"] + 0.1 * losses["forward_kl"])
+
+
+def test_several_windows_count_as_their_mean(rig: Any) -> None:
+    """Their noise differs, so means over a few draws are compared; the last window has no first frame of a video."""
+    trial = Trial(rig, DistillConfig(window=WINDOW))
+
+    def mean_loss(starts: Sequence[int]) -> float:
+        with torch.no_grad():
+            return sum(float(trial.losses(of_student=False, seed=s, starts=starts)["loss"]) for s in range(40)) / 40
+
+    first, second, both = mean_loss([0]), mean_loss([3]), mean_loss([0, 3])
+    assert both == pytest.approx((first + second) / 2, rel=0.02)  # seen: 0.004
+
+
+@pytest.mark.parametrize(
+    ("latents", "windows", "count", "last"), [(81, 3, 3, 18), (81, 1, 1, 60), (30, 3, 1, 9), (21, 3, 1, 0)]
+)
+def test_windows_lie_side_by_side_within_the_rollout(latents: int, windows: int, count: int, last: int) -> None:
+    config, choice = DistillConfig(window=21, windows=windows), random.Random(1)
+    drawn = [window_starts(config, latents, choice) for _ in range(2000)]
+    assert all([b - a for a, b in pairwise(starts)] == [21] * (count - 1) for starts in drawn)
+    assert {starts[0] for starts in drawn} == set(range(last + 1))
+    beginnings = sum(starts[0] == 0 for starts in drawn) / 2000
+    assert beginnings == pytest.approx(0.3 + 0.7 / (last + 1), abs=0.04)  # 4 standard errors
 
 
 def test_settings_out_of_range_are_named() -> None:

@@ -58,7 +58,7 @@ def trained(
         turn = Turn(
             of_student=number % 2 == 1,
             exit_stage=number // 2 % 2,
-            window_start=0,
+            window_starts=(0,),
             student_text=texts[0],
             teacher_text=texts[1],
             empty_text=texts[2],
