@@ -8,7 +8,6 @@ import argparse
 import datetime
 import json
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,12 +32,11 @@ from ..specs import TEMPORAL_FACTOR, RolloutSpec, VideoShape
 from ..train.synthetic import render_scene
 from .bench_rows import Row, commit, machine, read_rows
 from .quality_looks import SHOWN, Look, keep_looks
-from .quality_report import comparison, quality_rows, write_report
+from .quality_report import comparison, mean_and_ci95, quality_rows, write_report
 
 log = logging.getLogger(__name__)
 
 TRAINED = 4096  # scenes below this one may have been trained on: their captions are left out
-Z_95 = 1.96  # standard errors on each side of a mean that hold it 95 times in 100
 DECODED = 8  # latent frames at a time
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -89,11 +87,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Render and measure, or read rows; then write what was asked for."""
+    # Read first: a file that can't be compared is found before hours of rendering, and --json may add to the same file.
+    before = None if args.against is None else quality_rows(args.against)
     rows = quality_rows(args.source) if args.source is not None else bench(args)
     if args.report is not None:
         write_report(rows, args.report, looks=args.frames)
-    if args.against is not None:
-        print("\n".join(comparison(quality_rows(args.against), rows)))  # * marks differences outside their interval
+    if before is not None:
+        sources = (str(args.against), str(args.source or args.json or "measured now"))
+        print("\n".join(comparison(before, rows, sources=sources)))
         return 0
     for row in rows if args.report is None and args.json is None else ():
         config = row["config"]
@@ -325,11 +326,6 @@ def paste(latents: Tensor, anchors: Mapping[int, Tensor]) -> Tensor:
     for frame, anchor in anchors.items():
         pasted[:, :, frame] = anchor
     return pasted
-
-
-def mean_and_ci95(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and the half width of its 95 % interval (normal approximation; sample deviation)."""
-    return float(np.mean(values)), Z_95 * float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 
 def _lengths(text: str) -> list[int]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,16 @@ TITLES = {
     "faithfulness": "faithfulness",
 }
 ORDER = ("drawn", "flashforward", "clean_history", "self_forcing", "hiar", "no_anchors", "pasted_anchors")
-Z_95 = 1.96
+RUN = ("fingerprint", "captions", "seed", "precision")
+"""Of a row's config: what rows of one page must have in common."""
+
+T_975 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+"""0.975 quantiles of Student's t for 1 to 30 degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2)."""
+
 FPS = 16.0
 PERIODS = {"chunks": 3, "anchors": 10}
 BY_HAND = "<!-- From here on written by hand; generating the page again keeps it. -->"
@@ -42,7 +52,7 @@ HELD = ("faithfulness", "palette_error", "drift_sharpness", "flicker")
 
 INTRODUCTION = """# Quality of the schedules, on the embedded model
 
-This page is generated: `python -m flashforward_core bench quality --from ROWS.json --report docs/quality.md`.
+This page is generated: `python -m flashforward_core bench quality --from ROWS.json --report PAGE.md`.
 
 Every variant rendered the same {captions} held-out captions with the same seeds and the same weights
 (`{fingerprint}`, {machine}, commit {commit}, {date}). Values are means over the captions, ± half of the 95 % interval.
@@ -54,26 +64,41 @@ levels of 255; faithfulness is the mean of sky, hills, the sprites' colours and 
 
 
 def quality_rows(path: Path) -> list[Row]:
-    """Read this benchmark's rows from a file of any. Raises ``ValueError`` when there are none."""
+    """Read this benchmark's rows from a file of any. Raises ``ValueError`` when there are none, or of several runs."""
     rows = [row for row in read_rows(path) if row["metric"] in TITLES and "variant" in row.get("config", {})]
     if not rows:
         raise ValueError(f"{path} holds no rows of bench quality; write it with bench quality --json")
+    one_run(rows, source=str(path))
     return rows
 
 
+def one_run(rows: Sequence[Row], *, source: str = "the report") -> dict[str, Any]:
+    """Return what all rows were made with, by the names in ``RUN``.
+
+    Raises ``ValueError`` when rows differ in it: they would be taken for each other.
+    """
+    found = list(dict.fromkeys(tuple(row["config"].get(name) for name in RUN) for row in rows))
+    if len(found) > 1:
+        listed = "; ".join(", ".join(f"{name}={value}" for name, value in zip(RUN, run, strict=True)) for run in found)
+        raise ValueError(f"{source} holds rows that do not belong together: {listed}; use one file for each of these")
+    return dict(zip(RUN, found[0], strict=True))
+
+
 def write_report(rows: Sequence[Row], path: Path, *, looks: Path | None = None) -> None:
-    """Write the page to ``path`` and its pictures into a folder of its name beside it.
+    """Write the page to ``path`` and its pictures into a folder of its name beside it; rows must be of one run.
 
     ``looks`` is the folder of frames and curves that ``bench quality --frames`` wrote. What the page has below its line
     that says so was written by hand, and stays.
     """
     folder = path.with_suffix("")
+    parts = [_introduction(rows)]
     folder.mkdir(parents=True, exist_ok=True)
-    save_plot(rows, folder / "by_length.png")
-    parts = [_introduction(rows), "## What the paper leads to expect\n\n" + _findings(rows)]
+    if findings := _findings(rows):
+        parts.append("## What the paper leads to expect\n\n" + findings)
     if len(_lengths(rows)) > 1:
+        save_plot(rows, folder / "by_length.png")
         parts.append("## Whether quality holds with length\n\n" + _growth(rows))
-    parts.append(f"## By length\n\n![metrics by length]({folder.name}/by_length.png)\n")
+        parts.append(f"## By length\n\n![metrics by length]({folder.name}/by_length.png)\n")
     for latents in _lengths(rows):
         parts.append(f"## {latents} latents ({_seconds(latents):.0f} s)\n\n" + _table(rows, latents))
         parts.append(_pictures(folder, looks, latents))
@@ -98,13 +123,7 @@ def _pictures(folder: Path, looks: Path | None, latents: int) -> str:
 
 def _introduction(rows: Sequence[Row]) -> str:
     first = rows[0]
-    return INTRODUCTION.format(
-        captions=first["config"]["captions"],
-        fingerprint=first["config"]["fingerprint"],
-        machine=first["machine"],
-        commit=first["commit"],
-        date=first["date"],
-    )
+    return INTRODUCTION.format(**one_run(rows), machine=first["machine"], commit=first["commit"], date=first["date"])
 
 
 def _lengths(rows: Sequence[Row]) -> list[int]:
@@ -141,14 +160,29 @@ def _table(rows: Sequence[Row], latents: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def mean_and_ci95(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of n >= 2 values and half of its 95 % interval, by Student's t with n - 1 degrees of freedom.
+
+    Pages call it "half of the 95 % interval". Rows filed before it was Student's keep what they have: 1.96 standard
+    errors.
+    """
+    return float(np.mean(values)), t_975(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+
+
+def t_975(freedom: int) -> float:
+    """Return the 0.975 quantile of Student's t for ``freedom`` degrees of freedom, to 0.0005."""
+    if freedom <= len(T_975):
+        return T_975[freedom - 1]
+    return 1.96 + 2.372 / freedom + 2.823 / freedom**2  # Abramowitz and Stegun, 26.7.5, at the normal quantile 1.96
+
+
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
     """Return the mean of second - first, caption by caption, and half of its 95 % interval."""
-    difference = np.array(second) - np.array(first)
-    return float(difference.mean()), Z_95 * float(difference.std(ddof=1)) / math.sqrt(len(difference))
+    return mean_and_ci95([new - old for old, new in zip(first, second, strict=True)])
 
 
 def _findings(rows: Sequence[Row]) -> str:
-    """Say of each claim, at each length, whether the paired difference bears it out."""
+    """Say of each claim, at each length, whether the paired difference bears it out; nothing if no claim applies."""
     lines = ["| claim | latents | difference from flashforward | found |", "|---|---|---|---|"]
     for metric, variant, side, words in CLAIMS:
         for latents in _lengths(rows):
@@ -159,7 +193,7 @@ def _findings(rows: Sequence[Row]) -> str:
             mean, ci95 = paired_difference(ours["values"], other["values"])
             found = verdict(mean, ci95, side=side)
             lines.append(f"| {words} ({TITLES[metric]}) | {latents} | {mean:+.3g} ± {ci95:.2g} | {found} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
 def _growth(rows: Sequence[Row]) -> str:
@@ -180,12 +214,17 @@ def _growth(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def comparison(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
-    """Return lines of a table: every number that both have, and the difference, caption by caption.
+def comparison(before: Sequence[Row], after: Sequence[Row], *, sources: tuple[str, str]) -> list[str]:
+    """Return a table's lines between a line that names the two models, from ``sources``, and one that explains ``*``.
 
-    Raises ``ValueError`` when the two have no variant and length in common.
+    It has every number that both have, and the difference, caption by caption. Raises ``ValueError`` when the two were
+    not measured alike or have no variant in common.
     """
-    lines = ["| variant | latents | metric | before | after | difference |", "|---|---|---|---|---|---|"]
+    models = [
+        one_run(rows, source=source)["fingerprint"] for rows, source in zip((before, after), sources, strict=True)
+    ]
+    _require_alike(before, after)
+    lines = []
     for latents in _lengths(after):
         for variant in _variants(after):
             for metric, title in TITLES.items():
@@ -199,9 +238,25 @@ def comparison(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
                     f"| {variant} | {latents} | {title} | {old['value']:.4g} | {new['value']:.4g} "
                     f"| {mean:+.3g} ± {ci95:.2g}{seen} |"
                 )
-    if len(lines) == 2:
-        raise ValueError("the two files have no variant, length and number of captions in common; measure both alike")
-    return lines
+    if not lines:
+        raise ValueError("the two files have no variant in common; measure both alike")
+    return [
+        f"before: model {models[0]} ({sources[0]}); after: model {models[1]} ({sources[1]})",
+        "",
+        "| variant | latents | metric | before | after | difference |",
+        "|---|---|---|---|---|---|",
+        *lines,
+        "",
+        "* 0 lies outside the difference's 95 % interval, as chance alone puts it in about one line of twenty.",
+    ]
+
+
+def _require_alike(before: Sequence[Row], after: Sequence[Row]) -> None:
+    """Raise ``ValueError`` unless both have the same settings and lengths: only then captions come in pairs."""
+    old, new = (one_run(rows) | {"latents": _lengths(rows)} for rows in (before, after))
+    unlike = [f"{name}={old[name]} and {new[name]}" for name in old if name != "fingerprint" and old[name] != new[name]]
+    if unlike:
+        raise ValueError(f"the two files have {', '.join(unlike)}; measure both models with the same")
 
 
 def verdict(mean: float, ci95: float, *, side: str) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from flashforward_core.commands.bench_quality import (
     Bench,
     held_out_captions,
     held_out_scenes,
-    mean_and_ci95,
     paste,
 )
 from flashforward_core.commands.quality_looks import Look, keep_looks, read_looks, save_sheet
@@ -24,6 +24,8 @@ from flashforward_core.commands.quality_report import (
     ORDER,
     TITLES,
     comparison,
+    mean_and_ci95,
+    one_run,
     paired_difference,
     quality_rows,
     verdict,
@@ -99,12 +101,26 @@ def test_captions_are_held_out_and_different() -> None:
 def test_the_interval_is_of_the_mean() -> None:
     mean, ci95 = mean_and_ci95([1.0, 2.0, 3.0, 4.0])
     assert mean == 2.5
-    assert ci95 == pytest.approx(1.96 * np.sqrt(5 / 3) / 2)  # sample variance 5/3, four values
+    assert ci95 == pytest.approx(3.182 * np.sqrt(5 / 3) / 2)  # sample variance 5/3, four values: 3 degrees of freedom
+
+
+def test_the_interval_holds_95_of_100_of_students_t() -> None:
+    """The oracle is the density of t, integrated over the interval."""
+    for freedom in range(1, 80):
+        values = np.arange(freedom + 1, dtype=float)
+        reach = mean_and_ci95(values.tolist())[1] * math.sqrt(len(values)) / np.std(values, ddof=1)
+        t = np.linspace(-1, 1, 20000, endpoint=False) * reach + reach / 20000  # the middles of as many steps
+        density = (1 + t**2 / freedom) ** (-(freedom + 1) / 2) / math.sqrt(freedom * math.pi)
+        density *= math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
+        # Both ends are off by 0.0005, the quantiles' third decimal, at most, where the density is below 0.06.
+        assert density.mean() * 2 * reach == pytest.approx(0.95, abs=1e-4), freedom
 
 
 def test_differences_are_paired_by_caption() -> None:
     """Captions differ by far more than variants do: only pairing sees the difference."""
     first = [0.0, 100.0, 200.0]
+    second = [1.0, 102.0, 203.0]  # differences 1, 2, 3: a deviation of 1, two degrees of freedom
+    assert paired_difference(first, second) == (2.0, pytest.approx(4.303 / math.sqrt(3)))
     assert paired_difference(first, [1.0, 101.0, 201.0]) == (1.0, 0.0)
     assert verdict(1.0, 0.5, side="higher") == "yes"
     assert verdict(-1.0, 0.5, side="higher") == "no, the opposite"
@@ -112,7 +128,10 @@ def test_differences_are_paired_by_caption() -> None:
     assert verdict(0.4, 0.5, side="higher") == "no difference seen"
 
 
-def made_rows(*, drift: dict[str, list[float]]) -> list[dict[str, Any]]:
+def made_rows(
+    *, drift: dict[str, list[float]], lengths: tuple[int, ...] = (81, 141), **config: Any
+) -> list[dict[str, Any]]:
+    made_with = {"fingerprint": "abc", "seed": 0, "precision": "float32"} | config
     return [
         {
             "metric": "drift",
@@ -120,14 +139,49 @@ def made_rows(*, drift: dict[str, list[float]]) -> list[dict[str, Any]]:
             "unit": "levels",
             "ci95": 0.25,
             "values": values,
-            "config": {"variant": variant, "latents": latents, "captions": len(values), "fingerprint": "abc"},
+            "config": {"variant": variant, "latents": latents, "captions": len(values)} | made_with,
             "machine": "a machine",
             "date": "2026-01-01",
             "commit": "123",
         }
         for variant, values in drift.items()
-        for latents in (81, 141)
+        for latents in lengths
     ]
+
+
+OTHERS = [("fingerprint", "def"), ("captions", 4), ("seed", 7), ("precision", "bfloat16")]
+
+
+@pytest.mark.parametrize(("name", "value"), OTHERS)
+def test_rows_that_do_not_belong_together_are_refused(name: str, value: Any, tmp_path: Path) -> None:
+    rows = made_rows(drift={"hiar": [0.0, 1.0]})
+    mixed, plain, page = tmp_path / "mixed.json", tmp_path / "plain.json", tmp_path / "quality.md"
+    plain.write_text(json.dumps(rows))
+    mixed.write_text(json.dumps([*rows, *made_rows(drift={"drawn": [0.0, 1.0]}, **{name: value})]))
+    said = rf"mixed\.json holds rows .* {name}={rows[0]['config'][name]}.*; .*{name}={value}.* use one file for each"
+    for words in (
+        ["--from", str(mixed)],
+        ["--from", str(mixed), "--report", str(page)],
+        ["--from", str(mixed), "--against", str(plain)],
+        ["--from", str(plain), "--against", str(mixed)],
+    ):
+        with pytest.raises(ValueError, match=said):
+            bench_quality.run(arguments(*words))
+    assert not page.exists()
+    with pytest.raises(ValueError, match="the report holds rows"):
+        write_report(json.loads(mixed.read_text()), page)
+
+
+def test_a_file_of_two_models_gives_only_the_rows_of_the_one_measured(tmp_path: Path) -> None:
+    target = tmp_path / "rows.json"
+    words = ["--captions", "2", "--latents", "5", "--variants", "drawn", "--json", str(target), "--device", "cpu"]
+    rows = bench_quality.bench(arguments(*words))
+    others = [row | {"value": -1.0, "config": row["config"] | {"fingerprint": "other"}} for row in rows]
+    target.write_text(json.dumps(others))
+    again = bench_quality.bench(arguments(*words))
+    assert [row["values"] for row in again] == [row["values"] for row in rows]
+    assert one_run(again) == one_run(rows)
+    assert json.loads(target.read_text()) == others + again
 
 
 def test_the_report_says_what_the_rows_say(tmp_path: Path) -> None:
@@ -141,6 +195,17 @@ def test_the_report_says_what_the_rows_say(tmp_path: Path) -> None:
     assert "| colour drift | 1.5 ± 0.25 | 5.5 ± 0.25 | 0.5 ± 0.25 |" in text
     assert (tmp_path / "quality" / "by_length.png").read_bytes().startswith(b"\x89PNG")
     assert "](quality/by_length.png)" in text
+
+
+def test_the_report_leaves_out_what_has_nothing_to_show(tmp_path: Path) -> None:
+    write_report(made_rows(drift={"hiar": [0.0, 1.0]}, lengths=(81,)), tmp_path / "some.md")
+    text = (tmp_path / "some.md").read_text()
+    assert [line for line in text.splitlines() if line.startswith("#")] == [
+        "# Quality of the schedules, on the embedded model",
+        "## 81 latents (20 s)",
+    ]
+    assert not (tmp_path / "some" / "by_length.png").exists()
+    assert "--report PAGE.md`" in text and "docs/quality.md" not in text
 
 
 def look(level: int) -> Look:
@@ -165,10 +230,33 @@ def test_the_report_shows_what_was_kept_and_keeps_what_was_written_by_hand(tmp_p
 
 def test_two_models_are_compared_by_caption() -> None:
     before, after = made_rows(drift={"hiar": [0.0, 100.0]}), made_rows(drift={"hiar": [1.0, 101.0], "new": [0.0, 0.0]})
-    lines = comparison(before, after)
-    assert lines[2:] == [f"| hiar | {n} | colour drift | 50 | 51 | +1 ± 0 * |" for n in (81, 141)]
+    lines = comparison(before, after, sources=("old.json", "new.json"))
+    assert lines[4:-2] == [f"| hiar | {n} | colour drift | 50 | 51 | +1 ± 0 * |" for n in (81, 141)]
     with pytest.raises(ValueError, match="in common; measure both alike"):
-        comparison(made_rows(drift={"other": [0.0, 1.0]}), after)
+        comparison(made_rows(drift={"other": [0.0, 1.0]}), after, sources=("old.json", "new.json"))
+
+
+def test_a_comparison_names_both_models_and_explains_its_mark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text(json.dumps(made_rows(drift={"hiar": [0.0, 100.0]}, fingerprint="0123")))
+    new.write_text(json.dumps(made_rows(drift={"hiar": [1.0, 101.0]}, fingerprint="4567")))
+    assert bench_quality.run(arguments("--from", str(new), "--against", str(old))) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"before: model 0123 ({old}); after: model 4567 ({new})"
+    assert lines[2].startswith("| variant |") and lines[-1].startswith("* 0 lies outside")
+
+
+@pytest.mark.parametrize(("name", "value"), [*OTHERS[1:], ("latents", [81])])
+def test_models_that_were_not_measured_alike_are_not_compared(name: str, value: Any) -> None:
+    changed: dict[str, Any] = {"lengths": (81,)} if name == "latents" else {name: value}
+    before = made_rows(drift={"hiar": [0.0, 1.0]})
+    after = made_rows(drift={"hiar": [0.0, 1.0]}, fingerprint="def", **changed)
+    was = [81, 141] if name == "latents" else before[0]["config"][name]
+    with pytest.raises(ValueError) as raised:
+        comparison(before, after, sources=("old.json", "new.json"))
+    assert str(raised.value) == f"the two files have {name}={was} and {value}; measure both models with the same"
 
 
 def test_growth_with_length_is_paired_by_caption(tmp_path: Path) -> None:
