@@ -23,7 +23,7 @@ from ..model.attention import AttentionBackend
 from ..model.compiled import PLAIN, compiled_parts
 from ..model.transformer import BlockParts, CausalWanTransformer, KVContext, TextContext
 from .events import Launches
-from .graphs import CudaRecorder, Inputs, Recorder, Recordings, Rerun
+from .graphs import CudaRecorder, Inputs, Recorder, Recordings, Rerun, captures_work
 from .memory import RECORDED_BLOCK_BYTES
 from .pair_view import PairView
 from .recorded_parts import ALONE_BLOCK_BYTES, RecordedParts, block_bytes
@@ -41,7 +41,9 @@ class FastOptions:
     graphs: str = "auto"
     """Record forwards and replay them: ``on``, ``off``, or ``auto``, which is on for several CUDA lanes.
 
-    It is on for one, too, if launching its blocks takes longer than they do: if they are small.
+    It is on for one, too, if launching its blocks takes longer than they do: if they are small. It is off with the
+    allocator cudaMallocAsync: a capture's memory does not exist yet, so Triton refuses to launch on it, and freeing
+    what a failed capture asked for ends the process.
     """
     channels_last: str = "auto"
     """Decode in channels-last memory: ``on``, ``off``, or ``auto``, which is on for CUDA devices."""
@@ -62,6 +64,14 @@ class FastOptions:
         return self.channels_last == "on" or (self.channels_last == "auto" and device.type == "cuda")
 
     def records(self, device: torch.device) -> bool:
+        """Whether to record on ``device``. Raises ``ValueError`` where it was asked for and cannot be."""
+        if device.type == "cuda" and self.graphs != "off" and not captures_work():
+            if self.graphs == "on":
+                raise ValueError(
+                    "graphs='on' cannot record with the allocator cudaMallocAsync; use graphs='auto', or start ComfyUI "
+                    "with --disable-cuda-malloc"
+                )
+            return False
         return self.graphs == "on" or (self.graphs == "auto" and device.type == "cuda")
 
 
@@ -256,17 +266,10 @@ class Forwarders:
         """``uses`` has the kind of every forward that is going to run, ``devices`` one entry per lane."""
         self._options = options
         self._uses = Counter(uses)
-        lanes = list(devices)
-        self._alone = options.graphs == "auto" and sum(options.records(device) for device in lanes) == 1
+        recording = [options.records(device) for device in devices]
+        self._alone = options.graphs == "auto" and sum(recording) == 1
         self._lock = threading.RLock()
         self._count = itertools.count()
-        several = sum(device.type == "cuda" for device in lanes) > 1
-        records = any(options.records(device) for device in lanes)
-        self._exclusive = several and records and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
-
-    def launching(self) -> contextlib.AbstractContextManager[Any]:
-        """Return what to hold while anything is launched: the turn with cudaMallocAsync (see ``CudaRecorder``)."""
-        return self._lock if self._exclusive else contextlib.nullcontext()
 
     def make(
         self, models: Mapping[Role, CausalWanTransformer], attention: AttentionBackend, *, device: torch.device

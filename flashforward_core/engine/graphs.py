@@ -55,11 +55,7 @@ class Rerun:
 
 
 class CudaRecorder:
-    """Captures CUDA graphs on a stream that nothing else uses; they share one memory pool.
-
-    Only one at a time may capture in a process: cudaMallocAsync knows one capture, and takes memory that others ask for
-    meanwhile to be the capture's, so with it nobody else may launch either.
-    """
+    """Captures CUDA graphs on a stream that nothing else uses; they share one memory pool."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -97,6 +93,11 @@ class CudaRecorder:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+
+
+def captures_work() -> bool:
+    """Whether torch's allocator lets compiled forwards be captured: all but cudaMallocAsync do (``FastOptions``)."""
+    return not torch.version.cuda or torch.cuda.get_allocator_backend() != "cudaMallocAsync"
 
 
 def captured(capture: Callable[[Body], Body], body: Body) -> Body | None:

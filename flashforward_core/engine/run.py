@@ -140,25 +140,23 @@ class Run:
         Whoever reads it orders its own device behind ``marks``; nothing here waits for a CUDA device.
         """
         state = self.states[lane]
-        with self.forwarders.launching():
-            self._await_parents(task, lane=lane)
-            start = state.lane.ops.mark()
-            outputs = OPS[task.kind](task, self.inputs, state, self.values, self.homes)
-            checks, state.checks = state.checks, []
-            return self._publish(task, outputs, checks, lane=lane, start=start)
+        self._await_parents(task, lane=lane)
+        start = state.lane.ops.mark()
+        outputs = OPS[task.kind](task, self.inputs, state, self.values, self.homes)
+        checks, state.checks = state.checks, []
+        return self._publish(task, outputs, checks, lane=lane, start=start)
 
     def launch_pair(self, tasks: Sequence[ForwardTask], *, lane: int) -> list[Launched]:
         """Ask for two forwards as one batch; neither may read what the other writes."""
         state = self.states[lane]
-        with self.forwarders.launching():
-            for task in tasks:
-                self._await_parents(task, lane=lane)
-            start = state.lane.ops.mark()
-            found = denoise_pair(tasks, self.inputs, state, self.values, self.homes)
-            launched = [
-                self._publish(task, outputs, checks, lane=lane, start=start, share=(n, len(tasks)))
-                for n, (task, (outputs, checks)) in enumerate(zip(tasks, found, strict=True))
-            ]
+        for task in tasks:
+            self._await_parents(task, lane=lane)
+        start = state.lane.ops.mark()
+        found = denoise_pair(tasks, self.inputs, state, self.values, self.homes)
+        launched = [
+            self._publish(task, outputs, checks, lane=lane, start=start, share=(n, len(tasks)))
+            for n, (task, (outputs, checks)) in enumerate(zip(tasks, found, strict=True))
+        ]
         end = launched[-1].end
         self.marks.update({task.id: end for task in tasks})
         return [replace(one, end=end) for one in launched]

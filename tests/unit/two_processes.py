@@ -108,13 +108,17 @@ def run_both(out: Path, *, device: str) -> None:
     assert [process.returncode for process in both] == [0, 0], "\n".join(said)[-3000:]
 
 
-def check(out: Path, alone: dict[str, Tensor]) -> None:
-    """Compare what two processes found with the averaged weights of one."""
+def check(out: Path, alone: dict[str, Tensor], *, atol: float = 2e-5, stray: float = 0.0) -> None:
+    """Compare what two processes found with the averaged weights of one, after steps of 1e-3.
+
+    A share ``stray`` of each tensor may be farther than ``atol``.
+    """
     found = torch.load(out / "found.pt", weights_only=True)
     for name, tensor in alone.items():
         for way in ("parts", "copies"):
-            # sums in another order; Adam makes whole steps of 1e-3 out of gradients that are next to nothing
-            torch.testing.assert_close(found[way][name], tensor, rtol=0, atol=2e-5, msg=lambda m, w=way: f"{w} {m}")
+            # sums in another order; Adam makes whole steps out of gradients that are next to nothing
+            far = (found[way][name].to(tensor.device) - tensor).abs() > atol
+            assert far.float().mean() <= stray, f"{way} {name}: {int(far.sum())} of {far.numel()} are off"
     exported = load_file(out / "parts" / "lora.safetensors")
     layer = "blocks.0.attn1.to_q.lora_B"
     assert torch.equal(exported[f"transformer.{layer}.weight"], found["parts"][f"model.{layer}.renderer.weight"])
