@@ -197,6 +197,29 @@ def read_frames(path: str | Path, *, chunk: int = 1) -> Iterator[np.ndarray]:
             yield np.stack(held)
 
 
+def read_timed_frames(path: str | Path, *, fps: float) -> Iterator[tuple[Fraction, np.ndarray]]:
+    """Decode to seconds since the first frame and pictures turned upright, uint8 RGB [H, W, 3], one at a time.
+
+    A frame that carries no time follows the one before at the stream's average rate, or at ``fps`` where it has none.
+    Raises ``ValueError`` when the file holds no video or is damaged, then only after the frames before the damage.
+    """
+    with _opened(path) as container:
+        stream = _video_stream(container, path)
+        step = 1 / Fraction(stream.average_rate or fps)
+        time, first = -step, None
+        try:
+            for frame in container.decode(stream):
+                time = time + step if frame.pts is None else frame.pts * Fraction(frame.time_base)
+                first = time if first is None else first
+                upright = np.rot90(_to_rgb(frame), round(frame.rotation / 90))  # both counterclockwise
+                yield time - first, np.ascontiguousarray(upright)
+        except av.FFmpegError as error:  # its own message names no file
+            if isinstance(error, OSError):  # the disk's or the network's fault, so the next try may succeed
+                raise OSError(f"{path} could not be read ({error.strerror}); try again") from error
+            place = "at its start" if first is None else f"after {float(time - first):.1f} s"
+            raise ValueError(f"{path} is damaged {place} ({error.strerror}); replace it or take it out") from error
+
+
 def check_crf(crf: int) -> None:
     """Raise ``ValueError`` for a quality that x264 does not know."""
     if not 0 <= crf <= 51:
@@ -299,7 +322,12 @@ def _copy_packets(source: Path, target: Path, *, metadata: Mapping[str, str]) ->
 def _opened(path: str | Path) -> Iterator[Any]:
     try:
         container = av.open(str(path))
-    except av.InvalidDataError as error:
+    except UnicodeDecodeError as error:  # PyAV reads them at once; how to be lenient differs between its versions
+        remedy = "remove them: ffmpeg -i IN -map_metadata -1 -c copy OUT"
+        raise ValueError(f"{path} has a title or other tags that are not UTF-8; {remedy}") from error
+    except av.FFmpegError as error:
+        if isinstance(error, OSError):  # missing or not ours to read; it names the file
+            raise
         raise ValueError(f"{path} holds no video; use a video file") from error
     with container:
         yield container

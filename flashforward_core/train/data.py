@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLWan
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.scenes import sample_scene
+from flashforward_core.train.folder import refused_if_damaged, save_whole
 from flashforward_core.train.synthetic import render_scene
 from flashforward_core.train.vae_train import encode_mean
 
@@ -68,14 +69,14 @@ class LatentPool:
 
     def save(self, path: Path) -> None:
         """Keep the encoded clips, so that the next step need not draw and encode them again."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: getattr(self, name).cpu().contiguous() for name in FIELDS}
-        save_file(tensors, path)
+        save_whole({name: getattr(self, name).cpu().contiguous() for name in FIELDS}, path)
 
     @classmethod
     def load(cls, path: Path, *, device: torch.device) -> "LatentPool":
-        """Read what ``save`` wrote."""
-        return cls(**{name: tensor.to(device) for name, tensor in load_file(path).items()})
+        """Read what ``save`` wrote. Raises ``ValueError`` for a file that is not whole."""
+        with refused_if_damaged(path):
+            tensors = load_file(path)
+        return cls(**{name: tensor.to(device) for name, tensor in tensors.items()})
 
     def sample(self, count: int, generator: torch.Generator, *, drop: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return clips in float32, ids and mask; captions are emptied with probability ``drop``."""

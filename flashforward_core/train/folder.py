@@ -6,19 +6,20 @@ frames are picked by their time, pictures are scaled to cover the size and cropp
 a clip gives several, one after the other.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from diffusers import AutoencoderKLWan
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -30,6 +31,8 @@ VIDEOS = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 MANIFESTS = (".jsonl", ".parquet")
 SHARD_VIDEOS = 64
 """Videos per shard: what an interrupted encoding does again at most."""
+PICKING = 2
+"""Which rule picked the clips' frames; a new rule needs a new number, so that old shards are not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +83,14 @@ def _from_text_files(folder: Path) -> list[Captioned]:
     if without:
         name = without[0].with_suffix(".txt").name
         raise ValueError(f"{without[0]} has no caption; write it to {name} beside it, or add a manifest")
-    return [_captioned(path, path.with_suffix(".txt").read_text(encoding="utf-8"), path) for path in videos]
+    return [_captioned(path, _text(path.with_suffix(".txt")), path) for path in videos]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")  # without the mark that some editors put first
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
 
 
 def _from_manifest(manifest: Path) -> list[Captioned]:
@@ -105,47 +115,78 @@ def _captioned(path: Path, caption: str, place: object) -> Captioned:
 
 def _rows(manifest: Path) -> Iterator[dict[str, Any]]:
     if manifest.suffix == ".parquet":
-        try:
-            from pyarrow import parquet
-        except ImportError as error:
-            raise ValueError(f"{manifest} needs pyarrow; install it with: pip install pyarrow") from error
-        yield from parquet.read_table(manifest).to_pylist()
+        yield from _parquet_rows(manifest)
         return
-    for number, line in enumerate(manifest.read_text(encoding="utf-8").splitlines(), start=1):
+    # not splitlines: it also splits at characters that a JSON text may hold, such as U+2028
+    for number, line in enumerate(_text(manifest).split("\n"), start=1):
         if line.strip():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{manifest.name}, line {number} is no JSON ({error.msg}); correct it") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{manifest.name}, line {number} is no object; write one with file_name and caption")
-            yield row
+            yield _json_row(line, f"{manifest.name}, line {number}")
+
+
+def _json_row(line: str, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is no JSON ({error.msg}); correct it") from error
+    except RecursionError as error:
+        raise ValueError(f"{place} is nested too deeply; write file_name and caption without nesting") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{place} is no object; write one with file_name and caption")
+    return row
+
+
+def _parquet_rows(manifest: Path) -> list[dict[str, Any]]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ValueError(f"{manifest} needs pyarrow; install it with: pip install pyarrow") from error
+    try:
+        rows: list[dict[str, Any]] = parquet.read_table(manifest).to_pylist()
+    except (OSError, ValueError) as error:  # damage, or text that is not UTF-8; no message names the file
+        raise ValueError(f"{manifest} cannot be read as Parquet ({error}); write it anew") from error
+    return rows
 
 
 def clips_of(path: Path, form: ClipForm) -> Iterator[np.ndarray]:
-    """Decode a video to clips of ``form``, uint8 [frames, H, W, 3], one after the other; what is left is dropped."""
-    from flashforward_core.media import probe, read_frames  # PyAV is needed for videos only, not for drawn scenes
+    """Decode a video to clips of ``form``, uint8 [frames, H, W, 3], one after the other; what is left is dropped.
 
-    rate = float(probe(path).fps) or form.fps
+    Each of a clip's times takes the frame that is shown nearest to it. Raises ``ValueError`` where the file is damaged.
+    """
+    from flashforward_core.media import read_timed_frames  # PyAV is needed for videos only, not for drawn scenes
+
+    fps = Fraction(form.fps)
     kept: list[np.ndarray] = []
     wanted = 0  # frames of the clip's rate taken so far
-    for number, frame in enumerate(read_frames(path)):
-        while math.floor(wanted * rate / form.fps + 0.5) == number:  # a slow video's frames are repeated
-            kept.append(_fitted(frame, form))
+    for end, picture in _nearest_until(read_timed_frames(path, fps=form.fps)):
+        while wanted / fps < end:  # a slow video's frames are repeated
+            kept.append(_fitted(picture, form))
             wanted += 1
             if len(kept) == form.frames:
                 yield np.stack(kept)
                 kept = []
 
 
-def _fitted(frame_1HWC: np.ndarray, form: ClipForm) -> np.ndarray:
-    """Scale a frame [1, H, W, 3] to cover the form's size and crop its middle; returns [H, W, 3]."""
-    height, width = frame_1HWC.shape[1:3]
+def _nearest_until(frames: Iterator[tuple[Fraction, np.ndarray]]) -> Iterator[tuple[Fraction, np.ndarray]]:
+    """Replace each frame's time by the one up to which it is the nearest; the last lasts as long as the one before."""
+    gap = Fraction(0)
+    before: tuple[Fraction, np.ndarray] | None = None
+    for time, picture in frames:
+        if before is not None:
+            gap = time - before[0]
+            yield before[0] + gap / 2, before[1]
+        before = time, picture
+    if before is not None:
+        yield before[0] + gap / 2, before[1]
+
+
+def _fitted(frame_HWC: np.ndarray, form: ClipForm) -> np.ndarray:
+    """Scale a frame [H, W, 3] to cover the form's size and crop its middle."""
+    height, width = frame_HWC.shape[:2]
     if (height, width) == (form.height, form.width):
-        return frame_1HWC[0]
+        return frame_HWC
     scale = max(form.height / height, form.width / width)
     size = (max(form.height, round(height * scale)), max(form.width, round(width * scale)))
-    image = torch.from_numpy(frame_1HWC).permute(0, 3, 1, 2).float()
+    image = torch.from_numpy(frame_HWC).permute(2, 0, 1).unsqueeze(0).float()
     scaled = torch.nn.functional.interpolate(image, size=size, mode="bicubic", antialias=True, align_corners=False)
     top, left = (size[0] - form.height) // 2, (size[1] - form.width) // 2
     cropped = scaled[0, :, top : top + form.height, left : left + form.width]
@@ -167,7 +208,8 @@ def encode_folder(
 
     They are encoded into shards under ``cache``, on the device of ``vae``; shards that are there are read. ``weights``
     tells autoencoders apart; a changed video, caption or form has shards of its own. ``share`` (number, processes) is
-    this process's. Videos shorter than a clip are left out with a warning; without a clip it raises ``ValueError``.
+    this process's. Videos shorter than a clip are left out with a warning, damaged ones from the damage on. Raises
+    ``ValueError`` for a damaged shard and where there is no clip.
     """
     videos = captioned_videos(folder)
     shard_videos = max(1, min(shard_videos, len(videos) // share[1]))  # so that each process has one
@@ -194,7 +236,7 @@ def encode_folder(
 def _key(videos: Sequence[Captioned], form: ClipForm, *, weights: str, shard_videos: int) -> str:
     """Name what the shards depend on."""
     files = [(str(v.path), v.path.stat().st_size, v.path.stat().st_mtime_ns, v.caption) for v in videos]
-    told = json.dumps([files, form.width, form.height, form.frames, form.fps, weights, shard_videos])
+    told = json.dumps([PICKING, files, form.width, form.height, form.frames, form.fps, weights, shard_videos])
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
@@ -203,21 +245,50 @@ def _write_shard(shard: Path, videos: Sequence[Captioned], vae: AutoencoderKLWan
     latents: list[Tensor] = []
     captions: list[str] = []
     for video in videos:
-        before = len(captions)
-        for clip in clips_of(video.path, form):
+        for clip in _usable_clips(video.path, form):
             latents.append(encode_frames(vae, torch.from_numpy(clip).unsqueeze(0)).bfloat16().cpu())
             captions.append(video.caption)
-        if len(captions) == before:
-            log.warning("%s is shorter than a clip of %d frames: left out", video.path, form.frames)
     shape = (0, 16, (form.frames - 1) // 4 + 1, form.height // 8, form.width // 8)
     clips = torch.cat(latents) if latents else torch.empty(shape, dtype=torch.bfloat16)
-    shard.parent.mkdir(parents=True, exist_ok=True)
-    part = shard.with_suffix(".part")
-    save_file({"latents": clips.contiguous()}, part, metadata={"captions": json.dumps(captions)})
-    part.replace(shard)
+    save_whole({"latents": clips.contiguous()}, shard, metadata={"captions": json.dumps(captions)})
     log.info("encoded %s: %d clips of %d videos", shard.name, len(captions), len(videos))
 
 
+def _usable_clips(path: Path, form: ClipForm) -> Iterator[np.ndarray]:
+    """Yield a video's clips; one that is damaged or too short gives a warning, so that the others are still encoded."""
+    count = 0
+    try:
+        for clip in clips_of(path, form):
+            count += 1
+            yield clip
+    except ValueError as error:
+        log.warning("%s. Left out from there on; clips before that: %d", error, count)
+        return
+    if not count:
+        log.warning("%s is shorter than a clip of %d frames: left out", path, form.frames)
+
+
 def _read_shard(shard: Path) -> tuple[Tensor, list[str]]:
-    with safe_open(shard, framework="pt") as file:
+    with refused_if_damaged(shard), safe_open(shard, framework="pt") as file:
         return file.get_tensor("latents"), json.loads(file.metadata()["captions"])
+
+
+def save_whole(tensors: dict[str, Tensor], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file that appears when it is whole, with the permissions that any new file gets."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.unlink(missing_ok=True)  # an interrupted run's, perhaps with other permissions
+    part.touch()
+    mode = part.stat().st_mode
+    save_file(tensors, part, metadata=metadata)
+    part.chmod(mode)  # save_file lets nobody but the owner read it
+    part.replace(path)
+
+
+@contextlib.contextmanager
+def refused_if_damaged(path: Path) -> Iterator[None]:
+    """Raise ``ValueError`` when the safetensors file that the block reads is not whole."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it, and its clips are encoded again") from error
