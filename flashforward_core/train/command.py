@@ -8,15 +8,16 @@ import argparse
 import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 
 from flashforward_core.graph.task import Role
-from flashforward_core.model.files import fingerprint
+from flashforward_core.model.files import fingerprint, quick_fingerprint
 from flashforward_core.model.roles import role_parameters
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer
@@ -26,7 +27,7 @@ from flashforward_core.train import distill as distill_step
 from flashforward_core.train import sft as sft_step
 from flashforward_core.train.data import LatentPool
 from flashforward_core.train.export import export_model
-from flashforward_core.train.folder import ClipForm, encode_folder
+from flashforward_core.train.folder import ClipForm, captioned_videos, encode_folder
 from flashforward_core.train.loop import LoopConfig
 from flashforward_core.train.options import PARTIAL, add_arguments, check, complete, is_exported
 from flashforward_core.train.progress import log_video
@@ -122,6 +123,7 @@ def _vae(args: argparse.Namespace, accelerator: Accelerator) -> None:
         vae,
         stages,
         out=args.out / "vae_run",
+        origin=_origin(args, init=args.init),
         pool=pool,
         accelerator=accelerator,
         seed=args.seed,
@@ -180,9 +182,26 @@ def _folder_pool(
     return LatentPool.of_clips(text, latents, captions, device=accelerator.device)
 
 
-def _config(args: argparse.Namespace, name: str) -> LoopConfig:
+def _origin(args: argparse.Namespace, *, init: Path | None, **more: object) -> dict[str, str]:
+    """Say what a run is made from, for a run that goes on to have the same; what may change is left out."""
+    clips = (
+        f"{args.scenes} scenes" if args.data is None else _short([video.path for video in captioned_videos(args.data)])
+    )
+    return {
+        "init": "noise" if init is None else _short([init] if init.is_file() else init.rglob("*.safetensors")),
+        "data": clips,
+        **{name: str(value) for name, value in {"seed": args.seed, **more}.items()},
+    }
+
+
+def _short(paths: Iterable[Path]) -> str:
+    return quick_fingerprint(sorted(paths))[:16]
+
+
+def _config(args: argparse.Namespace, name: str, *, init: Path | None, **more: object) -> LoopConfig:
     return LoopConfig(
         out=args.out / f"{name}_run",
+        origin=_origin(args, init=args.wan or init, frozen=args.frozen, **more),
         steps=args.steps,
         lr=args.lr,
         warmup=max(1, min(100, args.steps // 10)),
@@ -203,7 +222,7 @@ def _base(args: argparse.Namespace, accelerator: Accelerator) -> None:
         model,
         text,
         _pool(args, text, accelerator),
-        _config(args, "base"),
+        _config(args, "base", init=args.init),
         accelerator=accelerator,
         layouts=[(args.clips, 21, 1), (args.clips * 2, 9, 10)],
         compiled=args.compile and not args.shard,
@@ -212,6 +231,9 @@ def _base(args: argparse.Namespace, accelerator: Accelerator) -> None:
     )
     if accelerator.is_main_process:
         base_step.save_base(model, text, args.out / "base.pt")
+        if is_exported(args.init) and not (args.out / "vae").exists():
+            shutil.copytree(args.init / "vae", args.out / "vae")  # what the next steps' clips are encoded with
+        log.info("wrote %s", args.out / "base.pt")
 
 
 _PLANNER = (5, 81, True)
@@ -224,15 +246,30 @@ SFT_STEPS = (
 """Times the clips per batch, latent frames, whether the planner is packed alone; taken in turn."""
 
 
+Steps = list[tuple[int, int, bool]]
+
+
+def sft_steps(*, clips: int, latents: int, clip_latents: int) -> tuple[Steps, Steps]:
+    """Return the steps with clips of up to ``latents``, and the same for time-rebase.
+
+    Those leave a quarter of a clip, which has ``clip_latents``, to be cropped.
+    """
+    steps = [(times * clips, length * latents // 81, planner) for times, length, planner in SFT_STEPS]
+    most = clip_latents - clip_latents // 4
+    return steps, [(count, min(length, most), planner) for count, length, planner in steps]
+
+
 def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
-    model, text = base_model(args.init or args.out / "base.pt", args, accelerator)
+    init = args.init or args.out / "base.pt"
+    model, text = base_model(init, args, accelerator)
     if args.rank > 0:
         add_roles(model, args)
-    if is_exported(args.init) or not args.role_embedding:
-        torch.nn.init.zeros_(model.role_embedding.weight)  # roles start alike
+    _alike_roles(model, args)
     _choose_trained(model, text, args)
-    longest = args.latents
-    steps = [(times * args.clips, latents * longest // 81, planner) for times, latents, planner in SFT_STEPS]
+    steps, shorter = sft_steps(clips=args.clips, latents=args.latents, clip_latents=args.clip_latents)
+    layouts_for = partial(
+        sft_step.layouts_for, width=args.size[0], height=args.size[1], padded_to=args.latents, device=accelerator.device
+    )
     roles = tuple(Role) if args.rank > 0 else ()
 
     def export(student: CausalWanTransformer, encoder: torch.nn.Module, step: int) -> None:
@@ -242,23 +279,44 @@ def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
         model,
         text,
         _pool(args, text, accelerator),
-        sft_step.layouts_for(steps, width=args.size[0], height=args.size[1], device=accelerator.device),
-        _config(args, "sft"),
+        layouts_for(steps),
+        _config(
+            args,
+            "sft",
+            init=init,
+            rank=args.rank,
+            alpha=args.alpha,
+            targets=args.targets,
+            role_embedding=args.role_embedding,
+        ),
         accelerator=accelerator,
         compiled=args.compile and not args.shard,
         checkpoint_blocks=args.checkpoint_blocks,
         rebase=args.rebase,
+        rebased=layouts_for(shorter) if args.rebase > 0 else (),
         snapshot=export,
     )
     if accelerator.is_main_process:
         base_step.save_base(model, text, args.out / "sft.pt", trained_only=trained_only(args))
+        log.info("wrote %s", args.out / "sft.pt")
+
+
+@torch.no_grad()
+def _alike_roles(model: CausalWanTransformer, args: argparse.Namespace) -> None:
+    """Have the roles start alike: a base has trained the renderer's embedding alone, as a part of its own."""
+    rows = model.role_embedding.weight
+    if is_exported(args.init) or not args.role_embedding:
+        torch.nn.init.zeros_(rows)
+    else:
+        rows.copy_(rows[list(Role).index(Role.RENDERER)].expand_as(rows))
 
 
 STUDENT_LR_SCALE = 0.5  # the critic has to follow the student, so it learns faster
 
 
 def _distill(args: argparse.Namespace, accelerator: Accelerator) -> None:
-    model, text = student(args.init or args.out / "sft.pt", args, accelerator)
+    init = args.init or args.out / "sft.pt"
+    model, text = student(init, args, accelerator)
     _choose_trained(model, text, args)
     teacher = args.teacher or args.out / "base.pt"
     base, base_text = base_model(teacher, args, accelerator)
@@ -284,7 +342,10 @@ def _distill(args: argparse.Namespace, accelerator: Accelerator) -> None:
         distill_step.Teacher(model=base, text=base_text),
         pool,
         layout_for(spec, device=accelerator.device),
-        replace(_config(args, "distill"), lr_scales={"model.": STUDENT_LR_SCALE}),
+        replace(
+            _config(args, "distill", init=init, teacher=_short([teacher]) if teacher.is_file() else teacher.name),
+            lr_scales={"model.": STUDENT_LR_SCALE},
+        ),
         accelerator=accelerator,
         clips=args.clips,
         distill=distill_step.DistillConfig(
@@ -350,7 +411,8 @@ STEPS: Mapping[str, Callable[[argparse.Namespace, Accelerator], None]] = {
 def run(args: argparse.Namespace) -> int:
     """Run one training step."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    logging.getLogger("accelerate").setLevel(logging.WARNING)
+    for talkative in ("accelerate", "diffusers", "filelock"):
+        logging.getLogger(talkative).setLevel(logging.WARNING)
     complete(args)
     check(args)
     torch.manual_seed(args.seed)

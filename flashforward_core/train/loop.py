@@ -1,10 +1,13 @@
 """One training loop for every step: accelerate for devices, EMA weights, exact resumption.
 
 A step's data is a function of (seed, step, process), so a resumed run sees what an uninterrupted one would.
+Ctrl-C and SIGTERM end a run after the step under way, with its state saved; a second one ends it at once.
 """
 
 import logging
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,6 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -33,7 +37,7 @@ Snapshot = Callable[[nn.Module, int], None]
 """(the module with its averaged weights, steps so far): called on the main process whenever the state is saved, with
 whole tensors whether the run is sharded or not."""
 
-AGREE_EVERY = 20  # steps between looks at the clock and at whether all is finite, at which all processes agree
+AGREE_EVERY = 20  # steps between looks at whether to stop early and at whether all is finite
 
 
 class TrainingDiverged(ValueError):
@@ -60,7 +64,9 @@ class LoopConfig:
     save_every: int = 1000
     """Steps between saved states."""
     save_every_s: float = math.inf
-    """Seconds between saved states, whichever comes first; looked at every 20 steps."""
+    """Seconds between saved states, whichever comes first."""
+    origin: Mapping[str, str] = field(default_factory=dict)
+    """What the run is made from, in words: a state that was made from something else is not continued."""
     accumulate: int = 1
     """Batches whose gradients one step averages: for batches that do not fit in memory at once."""
     shard: bool = False
@@ -112,15 +118,56 @@ def train(
 
     ``batch`` is called ``config.accumulate`` times a step. ``prepare`` runs before the first step, for what changes the
     module (compiled parts). A state in ``config.out`` is continued. Raises ``TrainingDiverged`` when gradients are no
-    longer finite; the saved state is then from before.
+    longer finite; the saved state is then from before. ``ValueError`` says that another run is at work in
+    ``config.out``, or that the state there has another ``origin``.
     """
-    run = _Run(module, config, accelerator=accelerator, prepare=prepare, snapshot=snapshot)
-    run.resume()
-    with run.progress:
-        while run.share < 1.0:
-            run.advance(batch)
-        run.save()
-    return run.finish()
+    with _alone(config.out, accelerator):
+        run = _Run(module, config, accelerator=accelerator, prepare=prepare, snapshot=snapshot)
+        run.resume()
+        with run.progress, _asked_to_stop() as asked:
+            while run.share < 1.0:
+                run.advance(batch)
+                if run.agree(float(asked.is_set())) > 0 and run.share < 1.0:
+                    run.save()
+                    raise KeyboardInterrupt(f"stopped at step {run.step}; run the same again to go on from there")
+            run.note()
+            if run.saved != run.step:
+                run.save()
+        return run.finish()
+
+
+@contextmanager
+def _alone(folder: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Keep a second run out of ``folder``; a lock goes with its process, however that ends."""
+    if not accelerator.is_main_process:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / "lock", timeout=0):
+            yield
+    except Timeout as error:
+        raise ValueError(f"another run is at work in {folder}; wait for it, or name another out=") from error
+
+
+@contextmanager
+def _asked_to_stop() -> Iterator[threading.Event]:
+    """Have the first Ctrl-C or SIGTERM set an event; the next one does what it always does."""
+    asked = threading.Event()
+    before: dict[int, Any] = {}
+
+    def ask(number: int, frame: Any) -> None:
+        asked.set()
+        signal.signal(number, before[number])
+
+    if threading.current_thread() is threading.main_thread():  # only there can signals be handled
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, ask)
+    try:
+        yield asked
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def _groups(module: nn.Module, scales: Mapping[str, float]) -> list[dict[str, object]]:
@@ -194,6 +241,9 @@ class _Run:
         self.generator = torch.Generator(accelerator.device)
         self.step, self.share, self.seconds = 0, 0.0, 0.0
         self._began, self._saved_at = time.monotonic(), 0.0
+        self._losses: Losses | None = None
+        self.saved: int | None = None
+        """The step of the state that this process has saved last."""
         self._finite = torch.ones((), dtype=torch.bool, device=accelerator.device)
         self.progress = Progress(
             config.steps, folder=config.out if config.logs else None, shown=accelerator.is_main_process
@@ -203,6 +253,7 @@ class _Run:
         """Return everything that the run needs to continue; this process's part of what is trained."""
         trained = self.average.parameters
         return {
+            "origin": dict(self.config.origin),
             "step": self.step,
             "seconds": self.seconds,
             "trained": [local(parameter.detach()) for parameter in trained],
@@ -217,6 +268,7 @@ class _Run:
         state = read_run(self._folder, accelerator=self.accelerator, sharded=self.config.shard)
         if state is None:
             return
+        self._check_origin(state.get("origin", {}))
         for kept, saved in (
             *zip((local(p.detach()) for p in self.average.parameters), state["trained"], strict=True),
             *zip(self.average.averaged, state["averaged"], strict=True),
@@ -232,6 +284,14 @@ class _Run:
         self.share = self._share()
         log.info("resumed %s at step %d", self.config.out, self.step)
         self.progress.resume(self.step)
+
+    def _check_origin(self, found: Mapping[str, str]) -> None:
+        for name, wanted in self.config.origin.items():
+            if found.get(name, wanted) != wanted:
+                raise ValueError(
+                    f"{self._folder} holds a run with {name}={found[name]}, this one has {name}={wanted}; name another "
+                    f"out=, or remove {self.config.out} to begin again"
+                )
 
     def _placed(self, name: str, saved: Tensor, parameter: nn.Parameter) -> Tensor:
         """Return a value of the optimiser's state where it belongs: the count of steps on the CPU unless fused."""
@@ -260,14 +320,24 @@ class _Run:
 
     def _after_step(self, losses: Losses) -> None:
         self.seconds = time.monotonic() - self._began
+        first, self._losses = self._losses is None, losses
         if self.step % AGREE_EVERY == 0 or self.step >= self.config.steps:
             self.share = self._share()
             self._check_finite()
-        if self.step % self.config.log_every == 0:
-            self.progress.note(self.step, self.seconds, losses)
-        late = self.step % AGREE_EVERY == 0 and self._agree(self.seconds - self._saved_at) >= self.config.save_every_s
+        if first or self.step % self.config.log_every == 0:
+            self.note()
+        late = (
+            self.config.save_every_s < math.inf
+            and self.agree(self.seconds - self._saved_at) >= self.config.save_every_s
+        )
         if late or self.step % self.config.save_every == 0:
             self.save()
+
+    def note(self) -> None:
+        """Show the last step's losses, once."""
+        if self._losses:
+            self.progress.note(self.step, self.seconds, self._losses)
+            self._losses = {}
 
     def _check_finite(self) -> None:
         if not bool(self._finite):
@@ -280,9 +350,9 @@ class _Run:
         """How much of the run is done, 0 to 1: the largest answer of all processes, so that none stops alone."""
         done = self.step >= self.config.steps
         agreed = self.step if done else self.step - self.step % AGREE_EVERY  # so that resuming changes nothing
-        return self._agree(max(agreed / self.config.steps, self.seconds / self.config.max_s))
+        return self.agree(max(agreed / self.config.steps, self.seconds / self.config.max_s))
 
-    def _agree(self, number: float) -> float:
+    def agree(self, number: float) -> float:
         """Return the largest of all processes' numbers."""
         if self.accelerator.num_processes == 1:
             return number
@@ -296,7 +366,7 @@ class _Run:
         """Save everything that the run needs to continue, and hand out a snapshot."""
         self._check_finite()
         write_run(self._folder, self.state(), accelerator=self.accelerator, sharded=self.config.shard)
-        self._saved_at = self.seconds
+        self._saved_at, self.saved = self.seconds, self.step
         if self.snapshot is not None:
             main = self.accelerator.is_main_process
             with self.average.in_place(), whole(self.module, keep=main):

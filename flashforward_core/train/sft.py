@@ -39,6 +39,10 @@ class PackedLayout:
     frames: Tensor
     weights: Tensor
     """Weight of each packed frame's loss [P]; 0 for an unused one."""
+    length: int
+    """Latent frames of a clip that are in use."""
+    length: int
+    """Latent frames of the clip that are in use."""
     attend: GroupedAttention
 
 
@@ -48,11 +52,20 @@ def spec_for_latents(latent_frames: int, *, width: int, height: int) -> RolloutS
 
 
 def layouts_for(
-    steps: Sequence[tuple[int, int, bool]], *, width: int, height: int, device: torch.device
+    steps: Sequence[tuple[int, int, bool]],
+    *,
+    width: int,
+    height: int,
+    device: torch.device,
+    padded_to: int | None = None,
 ) -> list[PackedLayout]:
-    """Pack each of ``steps`` (clips, latent frames, planner alone) into the longest's shape: few shapes to compile."""
+    """Pack each of ``steps`` (clips, latent frames, planner alone) into one shape: there are few to compile.
+
+    It is that of ``padded_to`` latent frames, or of the longest.
+    """
     specs = [spec_for_latents(latents, width=width, height=height) for _, latents, _ in steps]
-    longest = max(specs, key=lambda spec: spec.shape.latent_frames)
+    most = padded_to or max(latents for _, latents, _ in steps)
+    longest = spec_for_latents(most, width=width, height=height)
     tokens = longest.shape.tokens_per_frame
     layouts = []
     for (clips, _, planner_only), spec in zip(steps, specs, strict=True):
@@ -63,6 +76,7 @@ def layouts_for(
                 clips=clips,
                 packing=packing,
                 frames=frames,
+                length=1 + max(frame for frame, used in zip(packing.frames, packing.used, strict=True) if used),
                 weights=packing.used.to(device) * torch.where(frames == 0, FIRST_FRAME, 1.0),
                 attend=GroupedAttention(packing.visible, tokens, device=device),
             )
@@ -140,23 +154,29 @@ def train_sft(
     compiled: bool = True,
     checkpoint_blocks: bool = False,
     rebase: float = 0.0,
+    rebased: Sequence[PackedLayout] = (),
     snapshot: Callable[[CausalWanTransformer, ByteT5Encoder, int], None] | None = None,
 ) -> tuple[CausalWanTransformer, ByteT5Encoder]:
     """Fine-tune a model with roles attached; the steps take the ``layouts`` in turn.
 
     A share ``rebase`` of the steps crops its clips at a random place, with positions from 0: the anchors then lie on
-    other moments of them (time-rebase). Clips as long as a layout leave no room for that. ``snapshot`` gets both with
-    their averaged weights, and the step, whenever the state is saved.
+    other moments of them (time-rebase). Such a step takes its layout out of ``rebased``, which are as many as
+    ``layouts``, of the same shape, and shorter than the clips. ``snapshot`` gets both with their averaged weights, and
+    the step, whenever the state is saved.
     """
+    assert not rebase or len(rebased) == len(layouts)
     device = accelerator.device
     step = SftStep(model, text, autocast=half_precision(model, device), checkpoint_blocks=checkpoint_blocks)
 
     def batch(generator: torch.Generator, number: int) -> tuple[object, ...]:
-        layout = layouts[number % len(layouts)]
+        turn = number % len(layouts)
+        layout, offset = layouts[turn], 0
         clean, ids, mask = pool.sample(layout.clips, generator, drop=CAPTION_DROP)
-        room = clean.shape[2] - 1 - max(layout.packing.frames)
-        offset = crop_offset(room, share=rebase, seed=f"{config.seed}-{number}")
-        packed = clean[:, :, layout.frames + offset]
+        if rebase > 0:
+            room = clean.shape[2] - rebased[turn].length
+            offset = crop_offset(room, share=rebase, seed=f"{config.seed}-{number}")
+            layout = rebased[turn] if offset > 0 else layout
+        packed = clean[:, :, (layout.frames + offset).clamp(max=clean.shape[2] - 1)]  # unused frames lie past the end
         noise = torch.randn(packed.shape, generator=generator, device=device)
         sigma = packed_sigmas(layout.packing, layout.clips, generator, device=device)
         # a clip's first latent frame is one video frame; one in its middle is four, like all others

@@ -23,12 +23,23 @@ def write_run(folder: Path, state: Mapping[str, Any], *, accelerator: Accelerato
     accelerator.wait_for_everyone()
     new.mkdir(parents=True, exist_ok=True)
     if sharded or accelerator.is_main_process:
-        torch.save(dict(state), new / _name(accelerator, sharded=sharded))
+        _save(state, new / _name(accelerator, sharded=sharded))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         (new / MARKER).write_text(_form(accelerator, sharded=sharded) + "\n", encoding="utf-8")
         _put_in_place(folder)
     accelerator.wait_for_everyone()
+
+
+def _save(state: Mapping[str, Any], path: Path) -> None:
+    try:
+        torch.save(dict(state), path)
+    except RuntimeError as error:  # of a full disk, among others; torch's words for it name none
+        free = shutil.disk_usage(path.parent).free >> 20
+        raise OSError(
+            f"{path} cannot be written ({str(error).splitlines()[0]}); {free} MiB are free there. The last saved state "
+            "is still whole"
+        ) from error
 
 
 def _beside(folder: Path) -> Path:

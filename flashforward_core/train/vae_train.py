@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -241,12 +241,18 @@ def train_vae(
     accelerator: Accelerator,
     seed: int,
     as_conv2d: bool,
+    origin: Mapping[str, str],
 ) -> AutoencoderKLWan:
     """Run the stages one after the other, each from the averaged weights of the one before."""
     cuda = accelerator.device.type == "cuda"
     for number, stage in enumerate(stages):
         config = LoopConfig(
-            out=out / f"stage{number}", steps=stage.steps, lr=stage.lr, max_s=stage.max_s, seed=seed + number
+            out=out / f"stage{number}",
+            steps=stage.steps,
+            lr=stage.lr,
+            max_s=stage.max_s,
+            seed=seed + number,
+            origin=origin,
         )
         step = VaeStep(vae, as_conv2d=as_conv2d, autocast=cuda)
         vae = train(step, config, accelerator=accelerator, batch=partial(stage.draw, pool)).vae

@@ -16,8 +16,9 @@ from flashforward_core.model.roles import attach_roles
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer, TextContext
 from flashforward_core.specs import AnchorPlan, History, RolloutSpec, VideoShape
-from flashforward_core.train import base
+from flashforward_core.train import base, sft
 from flashforward_core.train.base import crop_offset
+from flashforward_core.train.command import sft_steps
 from flashforward_core.train.data import LatentPool
 from flashforward_core.train.loop import LoopConfig
 from flashforward_core.train.packing import GroupedAttention, Packing, dense_attention, pack
@@ -226,6 +227,46 @@ def test_time_rebase_crops_some_steps_clips_anywhere_within_them() -> None:
     assert 140 < sum(offset > 0 for offset in offsets) < 200  # half of the steps, six sevenths of them not at 0: 171
     assert {crop_offset(6, share=0.0, seed=str(number)) for number in range(50)} == {0}
     assert {crop_offset(0, share=1.0, seed=str(number)) for number in range(50)} == {0}  # no room
+
+
+@pytest.mark.parametrize(("latents", "clip_latents"), [(81, 81), (41, 81), (81, 161), (21, 21)])
+def test_time_rebase_has_room_in_clips_as_long_as_the_longest_layout(latents: int, clip_latents: int) -> None:
+    steps, shorter = sft_steps(clips=1, latents=latents, clip_latents=clip_latents)
+    assert [step[::2] for step in steps] == [step[::2] for step in shorter]
+    assert all(0 < short[1] <= step[1] for step, short in zip(steps, shorter, strict=True))
+    assert clip_latents - max(length for _, length, _ in shorter) >= clip_latents // 4
+
+
+def test_rebased_steps_see_crops_with_positions_from_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[Any] = []
+
+    def take(module: Any, config: Any, *, batch: Any, **_: Any) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        steps.extend(batch(generator, number) for number in range(60))
+        return module
+
+    monkeypatch.setattr(sft, "train", take)
+    text = ByteT5Encoder.create(text_len=CONFIG.text_len, text_dim=CONFIG.text_dim)
+    latents = torch.arange(24.0).view(1, 1, 24, 1, 1).expand(2, 16, 24, 1, 1)  # each latent says which it is
+    pool = LatentPool.of_clips(text, latents, ["a", "b"], device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    whole = sft.layouts_for([(1, 24, False), (2, 24, True)], width=16, height=16, device=cpu)
+    rebased = sft.layouts_for([(1, 18, False), (2, 18, True)], width=16, height=16, device=cpu, padded_to=24)
+    config = LoopConfig(out=Path("unused"), steps=60, lr=1e-3)
+    options = {"accelerator": Accelerator(cpu=True), "compiled": False, "rebase": 0.5, "rebased": rebased}
+    sft.train_sft(CausalWanTransformer(CONFIG), text, pool, whole, config, **options)
+    offsets = []
+    for number, (packed, _, _, _, _, layout, weights) in enumerate(steps):
+        used = weights > 0
+        shown = packed[0, 0, :, 0, 0].long()[used] - layout.frames[used]
+        offsets.append(int(shown[0]))
+        assert torch.equal(shown, torch.full_like(shown, offsets[-1]))  # crops keep their order, from position 0
+        assert layout is (rebased if offsets[-1] else whole)[number % 2]
+        assert packed.shape[0] == number % 2 + 1
+        first = layout.frames[used] == 0
+        assert set(weights[used][first].tolist()) == {1.0 if offsets[-1] else base.FIRST_FRAME}
+    assert 15 < sum(offset > 0 for offset in offsets) < 40  # half of them
+    assert max(offsets[::2]) == 24 - 18 and max(offsets[1::2]) == 24 - 11  # the planner's last anchor lies at 10
 
 
 def test_the_base_may_see_clips_cropped_anywhere_with_positions_from_0(monkeypatch: pytest.MonkeyPatch) -> None:

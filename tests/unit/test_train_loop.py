@@ -2,6 +2,8 @@
 
 import io
 import math
+import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -167,7 +169,85 @@ def test_states_are_saved_by_the_clock_too(tmp_path: Path) -> None:
         batch=batch,
         snapshot=lambda module, step: steps.append(step),
     )
-    assert steps == [20, 40, 50]  # the clock is looked at every 20 steps
+    assert steps == list(range(1, 51))
+
+
+def test_ctrl_c_saves_what_is_done_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", 60)
+
+    def interrupted(generator: torch.Generator, step: int) -> tuple[Tensor]:
+        if step == 33:
+            signal.raise_signal(signal.SIGINT)
+        return batch(generator, step)
+
+    config = LoopConfig(out=tmp_path / "broken", steps=60, lr=1e-2, warmup=5, save_every=20, ema_decay=0.9)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 34; run the same again"):
+        train(Regression(), config, accelerator=Accelerator(cpu=True), batch=interrupted)
+    assert signal.getsignal(signal.SIGINT) is before
+    asked: list[int] = []
+
+    def counted(generator: torch.Generator, step: int) -> tuple[Tensor]:
+        asked.append(step)
+        return batch(generator, step)
+
+    resumed = train(Regression(), config, accelerator=Accelerator(cpu=True), batch=counted)
+    assert asked[0] == 34
+    for expected, found in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_a_state_of_another_origin_is_not_continued(tmp_path: Path) -> None:
+    def config(**origin: str) -> LoopConfig:
+        return LoopConfig(out=tmp_path / "run", steps=2, lr=1e-2, origin=origin)
+
+    train(Regression(), config(init="a", rank="4"), accelerator=Accelerator(cpu=True), batch=batch)
+    train(Regression(), config(init="a", rank="4"), accelerator=Accelerator(cpu=True), batch=batch)
+    with pytest.raises(ValueError, match="holds a run with rank=4, this one has rank=8; name another out="):
+        train(Regression(), config(init="a", rank="8"), accelerator=Accelerator(cpu=True), batch=batch)
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    config = LoopConfig(out=tmp_path, steps=2, lr=1e-2)
+
+    def second(generator: torch.Generator, step: int) -> tuple[Tensor]:
+        with pytest.raises(ValueError, match=f"another run is at work in {tmp_path}; wait for it"):
+            train(Regression(), config, accelerator=Accelerator(cpu=True), batch=batch)
+        return batch(generator, step)
+
+    train(Regression(), config, accelerator=Accelerator(cpu=True), batch=second)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="files cannot be limited there")
+def test_a_full_disk_is_told_and_the_last_state_stays_whole(tmp_path: Path) -> None:
+    import resource
+
+    config = LoopConfig(out=tmp_path, steps=40, lr=1e-2, warmup=5, save_every=20, ema_decay=0.9)
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def filling(generator: torch.Generator, step: int) -> tuple[Tensor]:
+        if step == 30:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, usual[1]))
+        return batch(generator, step)
+
+    try:
+        with pytest.raises(
+            OSError, match=r"cannot be written .*MiB are free there\. The last saved state is still whole"
+        ):
+            train(Regression(), config, accelerator=Accelerator(cpu=True), batch=filling)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    whole, resumed = run(tmp_path / "whole", 40), run(tmp_path, 40)
+    for expected, found in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_the_first_and_the_last_step_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    config = LoopConfig(out=tmp_path, steps=3, lr=1e-2)
+    train(Regression(), config, accelerator=Accelerator(cpu=True), batch=batch)
+    told = [record.getMessage().split()[:2] for record in caplog.records if "loss" in record.getMessage()]
+    assert told == [["step", "1/3"], ["step", "3/3"]]
 
 
 def test_logs_hold_losses_and_moving_pictures(tmp_path: Path) -> None:
@@ -178,6 +258,6 @@ def test_logs_hold_losses_and_moving_pictures(tmp_path: Path) -> None:
     train(Regression(), config, accelerator=Accelerator(cpu=True), batch=batch)
     log_video(tmp_path, "sample", np.arange(3, dtype=np.uint8).repeat(48).reshape(3, 4, 4, 3) * 80, 4, fps=16)
     found = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload()
-    assert [event.step for event in found.Scalars("loss/loss")] == [2, 4]
+    assert [event.step for event in found.Scalars("loss/loss")] == [1, 2, 4]
     picture = Image.open(io.BytesIO(found.Images("sample")[0].encoded_image_string))
     assert picture.n_frames == 3 and picture.size == (4, 4)

@@ -188,9 +188,21 @@ def test_a_frozen_encoder_keeps_its_latents_and_the_decoder_learns(tmp_path: Pat
         accelerator=Accelerator(cpu=True),
         seed=0,
         as_conv2d=False,
+        origin={"init": "noise"},
     ).state_dict()
     changed = {name.split(".")[0] for name, value in after.items() if not torch.equal(value, before[name])}
     assert changed == {"decoder", "post_quant_conv"}
+    with pytest.raises(ValueError, match="holds a run with init=noise, this one has init=weights"):
+        train_vae(
+            vae,
+            [stage],
+            out=tmp_path,
+            pool=pool,
+            accelerator=Accelerator(cpu=True),
+            seed=0,
+            as_conv2d=False,
+            origin={"init": "weights"},
+        )
 
 
 def test_shimmer_is_how_errors_change_outside_the_boxes() -> None:
