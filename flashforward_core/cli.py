@@ -31,8 +31,11 @@ COMMANDS = {
     "evaluate": Command(
         help="measure a video: flicker, seams, drift, motion, faithfulness", module=".commands.evaluate"
     ),
-    "bench": Command(help="measure speed, and keep the results as JSON", module=".commands.bench"),
-    "train": Command(help="train the embedded model, one step at a time", module=".train.command"),
+    "bench": Command(
+        help="measure speed, memory, quality, training steps and policies, and keep the results as JSON",
+        module=".commands.bench",
+    ),
+    "train": Command(help="train the embedded model or Wan 2.1, one step at a time", module=".train.command"),
 }
 
 
@@ -66,7 +69,7 @@ def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     parser = Parser(prog="flashforward_core", description="Long video from few-step diffusion.")
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        sub = parsers.add_parser(name, help=command.help, description=command.help.capitalize() + ".")
+        sub = parsers.add_parser(name, help=command.help, description=f"{command.help[0].upper()}{command.help[1:]}.")
         if name == chosen:
             module = importlib.import_module(command.module, __package__)
             module.add_arguments(sub)
