@@ -2,18 +2,23 @@
 # Trains on one GPU within a time limit, each step with seconds of its own, and leaves what each step gave at once:
 #   bash benchmarks/train_session.sh OUT [SECONDS]
 # OUT gets at most eight files of at most 14 MiB; SECONDS is the limit for all (570). PART chooses:
-#   distill (default)  quality of the shipped model, a short training of the base as teacher, distillation, quality after it:
-#                      before.json, after.json, comparison.txt, and the new model in parts
+#   distill (default)  quality of the shipped model, a training of the base as teacher, distillation with what is left of the
+#                      time (about 70 s of 570), quality after it: before.json, after.json, comparison.txt, and the new model
+#                      in parts. Rates and guidance are those that made the shipped model, in 360 and 400 s.
 #   ablate             scripts/ablate_training.sh: ablation_*.json, ablation.txt
 #   vae                the decoder, on crops around sprites and whole clips: vae_before.json, vae_after.json, the autoencoder
 #   sizes              seconds and memory of a step with 14B's LoRAs on frozen weights: sizes.json
 # A model in parts is a folder like flashforward_core/assets: cat OUT/distilled.tar.* | tar -x, then bench quality --assets distilled.
 # TESTS: GPU tests to run first, as pytest's -k (none). PYTHON chooses the interpreter; COMMIT what rows say was measured.
 # BEFORE_S, BASE_S, DISTILL_S, AFTER_S and VAE_S are the steps' seconds; QUALITY, BASE, DISTILL, VAE and SIZES are options that
-# are added to what is written here and go first. ABLATE_STEPS: steps of each row; MEASURED: clips that measure the autoencoder.
+# are added to what is written here and go first, such as QUALITY="--variants flashforward,self_forcing,hiar" (8 s more, twice).
+# ABLATE_STEPS: steps of each row; MEASURED: clips that measure the autoencoder.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out="$(mkdir -p "${1:?where to write}" && cd "$1" && pwd)"
+case "${1:-}" in
+"" | -*) echo "usage: train_session.sh OUT [SECONDS]" >&2 && exit 2 ;;
+esac
+out="$(mkdir -p "$1" && cd "$1" && pwd)" || exit 1
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 limit="${2:-570}"
 python="${PYTHON:-python3}"
 assets=flashforward_core/assets
@@ -45,8 +50,8 @@ core() { # NAME SECONDS ARGUMENTS...
     guarded "$1" "$2" "$python" -m flashforward_core "${@:3}"
 }
 
-quality() { # NAME SECONDS ARGUMENTS...: rows of three schedules; what a stopped run has measured stays
-    core "quality $1" "$2" bench quality --json "$out/$1.json" --variants flashforward,self_forcing,hiar --latents 81 \
+quality() { # NAME SECONDS ARGUMENTS...: what a stopped run has measured stays
+    core "quality $1" "$2" bench quality --json "$out/$1.json" --variants flashforward --latents 81 \
         --commit "$commit" ${QUALITY:-} "${@:3}"
 }
 
@@ -56,15 +61,18 @@ pack() { # NAME FOLDER: leaves the folder in parts that stay below a limit of 15
 }
 
 distill() {
-    quality before "${BEFORE_S:-90}"
-    core "base" "$((${BASE_S:-65} + 100))" train base --out "$work" --init "$assets" --scenes 768 --steps 100000 \
-        --max-s "${BASE_S:-65}" --lr 3e-4 --rebase 0.7 --no-compile ${BASE:-}
-    local teacher="$work/base.pt"
+    quality before "${BEFORE_S:-45}"
+    core "base" "$((${BASE_S:-330} + 100))" train base --out "$work" --init "$assets" --scenes 768 --steps 100000 \
+        --max-s "${BASE_S:-330}" --lr 5e-4 --rebase 0.7 --no-compile ${BASE:-}
+    local teacher="$work/base.pt" after="${AFTER_S:-45}"
     [ -e "$teacher" ] || teacher="$assets"
-    core "distill from $(basename "$teacher")" "$((${DISTILL_S:-130} + 80))" train distill --out "$work" --init "$assets" \
-        --teacher "$teacher" --scenes 4096 --clips 16 --max-s "${DISTILL_S:-130}" --lr 1e-4 --save-every-s 60 --no-compile ${DISTILL:-}
+    # 15 s are guarded's own; 45 go into loading, the last 20 steps, between which nobody looks at the clock, and the export
+    local seconds="${DISTILL_S:-$((limit - SECONDS - after - 15 - 45))}"
+    core "distill from $(basename "$teacher")" "$((seconds + 45))" train distill --out "$work" --init "$assets" \
+        --teacher "$teacher" --scenes 4096 --steps 100000 --max-s "$seconds" --guidance 0.5 --lr 4e-5 --clips 8 \
+        --save-every-s 60 --no-compile ${DISTILL:-}
     pack distilled "$work/distilled"
-    quality after "${AFTER_S:-90}" --assets "$work/distilled"
+    quality after "$after" --assets "$work/distilled"
     "$python" -m flashforward_core bench quality --from "$out/after.json" --against "$out/before.json" |
         tee "$out/comparison.txt"
 }

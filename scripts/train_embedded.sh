@@ -4,12 +4,14 @@
 # VAE_S 0 keeps the shipped autoencoder and only measures it. The model is left in OUT/assets and, with DISTILL_S above 0,
 # distilled from the base in OUT/distilled; reports and log in OUT.
 set -euo pipefail
+case "${1:-}" in
+"" | -*) echo "usage: train_embedded.sh OUT [VAE_S BASE_S SFT_S DISTILL_S]" >&2 && exit 2 ;;
+esac
+out="$(mkdir -p "$1" && cd "$1" && pwd)"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out="${1:?usage: train_embedded.sh OUT [VAE_S BASE_S SFT_S DISTILL_S]}"
 vae_s="${2:-240}" base_s="${3:-250}" sft_s="${4:-600}" distill_s="${5:-0}"
 python="${PYTHON:-python3}"
 gpus="$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')"
-mkdir -p "$out"
 
 train() {
     local step="$1" seconds="$2"
