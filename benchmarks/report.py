@@ -1,7 +1,7 @@
 """Writes the performance page from benchmark rows: tables, and a plot of measured beside predicted seconds.
 
 python benchmarks/report.py --out docs/performance.md \\
-    benchmarks/results/2026-11-30-{two-h200,two-h200-parts,two-h200-recorded,memory,one-h200,batched}.json
+    benchmarks/results/2026-11-30-{two-h200,two-h200-parts,two-h200-recorded,two-h200-short,memory,one-h200,batched}.json
 Of rows with the same settings those of the commit measured last count.
 """
 

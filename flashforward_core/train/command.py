@@ -411,7 +411,7 @@ STEPS: Mapping[str, Callable[[argparse.Namespace, Accelerator], None]] = {
 def run(args: argparse.Namespace) -> int:
     """Run one training step."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    for talkative in ("accelerate", "diffusers", "filelock"):
+    for talkative in ("accelerate", "filelock", "huggingface_hub"):
         logging.getLogger(talkative).setLevel(logging.WARNING)
     complete(args)
     check(args)
