@@ -216,21 +216,19 @@ def _add_run(group: Group) -> None:
 
 def _add_tuning(group: Group) -> None:
     group.add_argument("--latents", type=int, help="sft, distill: latent frames of the longest clip (81)")
-    group.add_argument("--rank", type=int, help="sft, and distill alike: rank of the roles' LoRAs, 0 for none (8)")
-    group.add_argument(
-        "--alpha", type=float, help="sft, and distill alike: scale of the LoRAs is alpha / rank (the rank)"
-    )
+    group.add_argument("--rank", type=int, help="sft: rank of the roles' LoRAs, 0 for none (8)")
+    group.add_argument("--alpha", type=float, help="sft: scale of the LoRAs is alpha / rank (the rank)")
     group.add_argument(
         "--targets",
         nargs="+",
         default=TARGETS,
-        help="sft, and distill alike: linears of a block that get LoRAs (all)",
+        help="sft: linears of a block that get LoRAs (all)",
     )
     group.add_argument(
         "--no-role-embedding",
         dest="role_embedding",
         action="store_false",
-        help="sft, and distill alike: tell roles apart by LoRAs alone",
+        help="sft, distill: tell roles apart by LoRAs alone",
     )
     group.add_argument("--rebase", type=float, help="base, sft: share of steps on clips cropped anywhere (0)")
     _add_switch(group, "frozen", "sft, distill: train the roles' LoRAs and embedding alone")
