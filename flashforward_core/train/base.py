@@ -1,16 +1,17 @@
 """Train the bidirectional base model and the text encoder by flow matching, dense clips and sparse ones in turn."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from flashforward_core.graph.task import Role
+from flashforward_core.model.roles import role_linears
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer
 from flashforward_core.specs import StageSchedule
@@ -138,20 +139,64 @@ def train_base(
 
 
 def save_base(model: CausalWanTransformer, text: ByteT5Encoder, path: Path, *, trained_only: bool = False) -> None:
-    """Write a training checkpoint of both for the next step to start from, whole or without frozen weights."""
+    """Write a training checkpoint of both for the next step to start from, whole or without frozen weights.
+
+    Beside the weights stands what the roles' LoRAs, if there are any, were attached with. ``path`` changes at once.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad or not trained_only}
     state = {name: tensor for name, tensor in model.state_dict().items() if name in trained}
-    torch.save({"model": state, "text": text.state_dict()}, path)
+    part = path.with_suffix(".part")
+    torch.save({"model": state, "text": text.state_dict(), "roles": _role_options(model)}, part)
+    part.replace(path)
 
 
-def load_base(model: CausalWanTransformer, text: ByteT5Encoder, path: Path, *, trained_only: bool = False) -> None:
-    """Read what ``save_base`` wrote into ``model`` and ``text``; with ``trained_only`` it may lack frozen weights.
+def _role_options(model: CausalWanTransformer) -> dict[str, Any] | None:
+    """Return the arguments of ``attach_roles``, which gives all of a model's LoRAs the same, or None without LoRAs."""
+    layers = role_linears(model)
+    if not layers:
+        return None
+    layer, role = next(iter(layers.values())), Role.PLANNER.value
+    names = (name.split(".", 2)[2] for name in layers)  # of blocks.0.attn1.to_q the last part
+    return {
+        "rank": layer.lora_A[role].out_features,
+        "alpha": layer.alphas[role],
+        "targets": list(dict.fromkeys(names)),
+    }
 
-    Raises ``ValueError`` for a file that lacks the roles.
+
+def read_base(path: Path, *, wanted: str) -> dict[str, Any]:
+    """Read a file of ``save_base`` onto the CPU; any other file raises ``ValueError``, which asks for ``wanted``."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a foreign or damaged file fails in any way
+        raise ValueError(f"{path} cannot be read as weights ({type(error).__name__}); name {wanted}") from error
+    if not isinstance(found, dict) or not all(isinstance(found.get(name), dict) for name in ("model", "text")):
+        raise ValueError(f"{path} holds something else than a model and its text encoder; name {wanted}")
+    return found
+
+
+def load_base(
+    model: CausalWanTransformer,
+    text: ByteT5Encoder,
+    saved: Mapping[str, Any],
+    *,
+    path: Path,
+    wanted: str,
+    trained_only: bool = False,
+) -> None:
+    """Copy what ``read_base`` read into ``model`` and ``text``; with ``trained_only`` it may lack frozen weights.
+
+    Raises ``ValueError`` that names ``path`` and asks for ``wanted`` where the weights do not fit.
     """
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    lacking = model.load_state_dict(state["model"], strict=not trained_only).missing_keys
-    if any(".lora_" in name for name in lacking):
-        raise ValueError(f"{path} lacks the roles' LoRAs; name the sft.pt that train sft left")
-    text.load_state_dict(state["text"])
+    try:
+        lacking, unknown = model.load_state_dict(saved["model"], strict=not trained_only)
+        text.load_state_dict(saved["text"])
+    except RuntimeError as error:  # it lists every tensor
+        raise _misfit(path, wanted) from error
+    if unknown or any(".lora_" in name for name in lacking):
+        raise _misfit(path, wanted)
+
+
+def _misfit(path: Path, wanted: str) -> ValueError:
+    return ValueError(f"{path} holds other weights than this model of these options has; name {wanted}")

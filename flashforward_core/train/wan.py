@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flashforward_core.graph.task import Role
 from flashforward_core.model.checkpoints import load_checkpoint
-from flashforward_core.model.lora import save_role_lora
 from flashforward_core.model.transformer import CausalWanTransformer
-from flashforward_core.train.export import save_transformer
+from flashforward_core.train.export import replaced_whole, save_loras, save_transformer
+from flashforward_core.train.folder import save_whole
 
 log = logging.getLogger(__name__)
 
@@ -78,11 +78,8 @@ def cached_prompts(
     key = hashlib.sha256(json.dumps([str(folder.resolve()), text_len, wanted]).encode()).hexdigest()[:16]
     path = cache / f"prompts-{key}.safetensors"
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
         found = _embed(folder, wanted, text_len=text_len, device=device)
-        part = path.with_suffix(".part")
-        save_file({str(number): embedding for number, embedding in enumerate(found)}, part)
-        part.replace(path)
+        save_whole({str(number): embedding for number, embedding in enumerate(found)}, path)
     kept = load_file(path)
     return CachedPrompts({caption: kept[str(n)] for n, caption in enumerate(wanted)}, text_len=text_len)
 
@@ -107,9 +104,8 @@ def _embed(folder: Path, captions: Sequence[str], *, text_len: int, device: torc
 
 def export_wan(model: CausalWanTransformer, folder: Path, *, roles: Sequence[Role], frozen: bool) -> None:
     """Write the roles' LoRAs, and the transformer itself if it was trained, in diffusers' layout."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not frozen:
-        save_transformer(model, folder / "transformer", shard=SHARD)
-    for role in roles:
+    with replaced_whole(folder) as new:
+        if not frozen:
+            save_transformer(model, new / "transformer", shard=SHARD)
         base = f"wan2.1-{model.config.name}" if frozen else "the transformer beside it"
-        save_role_lora(model, folder / f"{role}_lora.safetensors", role=role, base=base, dtype=torch.bfloat16)
+        save_loras(model, new, roles=roles, base=base)

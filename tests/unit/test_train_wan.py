@@ -12,6 +12,7 @@ from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 from flashforward_core.cli import main
 from flashforward_core.graph.task import Role
 from flashforward_core.media import VideoWriter
+from flashforward_core.model.files import read_tensors
 from flashforward_core.model.loading import ASSETS, load_backbone
 from flashforward_core.model.roles import role_linears
 from flashforward_core.train import options
@@ -72,7 +73,7 @@ def test_a_frozen_transformer_stays_and_its_loras_go_on_top_of_it(
     out = tmp_path / "out"
     words = ["--preset", "wan_14b", "--wan", str(wan), "--data", str(data), "--out", str(out), "--no-compile"]
     words += ["--clip-latents", "21", "--latents", "21", "--rank", "2", "--accumulate", "1", "--steps", "2"]
-    assert main(["train", "sft", *words]) == 0
+    assert main(["train", "sft", *words, "--alpha", "8"]) == 0
     trained = torch.load(out / "sft.pt", weights_only=True)["model"]
     assert all(".lora_" in name or name.startswith("role_embedding") for name in trained)  # not what stays as it is
     assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
@@ -83,6 +84,7 @@ def test_a_frozen_transformer_stays_and_its_loras_go_on_top_of_it(
         loras = {role: out / name / f"{role}_lora.safetensors" for role in Role}
         loaded = load_backbone(wan / "transformer", role_loras=loras).models[Role.RENDERER]
         found.append(next(iter(role_linears(loaded).values())).lora_B[Role.RENDERER.value].weight)
+        assert read_tensors(loras[Role.RENDERER], what="a LoRA")[1]["alpha"] == "8.0"  # distill was not told
     assert found[0].abs().max() > 0 and not torch.equal(*found)
 
 
@@ -92,6 +94,9 @@ def test_prompts_are_embedded_once_and_padded_with_zeros(wan: Path, tmp_path: Pa
     found = prompts(*prompts.tokenise(captions))
     assert found.shape == (2, 20, 12)
     assert (found[0, len("a dog") + 1 :] == 0).all() and (found[1, : len("two dogs run") + 1] != 0).any(dim=1).all()
+    (kept,) = (tmp_path / "cache").iterdir()
+    (tmp_path / "other").touch()
+    assert kept.stat().st_mode == (tmp_path / "other").stat().st_mode  # other users of a cache may read it
     shutil.rmtree(wan / "text_encoder")  # what was embedded before needs no encoder
     again = cached_prompts(wan, captions, text_len=20, cache=tmp_path / "cache", device=CPU)
     assert torch.equal(again(*again.tokenise(captions)), found)
