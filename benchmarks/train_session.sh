@@ -69,7 +69,7 @@ distill() {
     # 15 s are guarded's own; 45 go into loading, the last 20 steps, between which nobody looks at the clock, and the export
     local seconds="${DISTILL_S:-$((limit - SECONDS - after - 15 - 45))}"
     core "distill from $(basename "$teacher")" "$((seconds + 45))" train distill --out "$work" --init "$assets" \
-        --teacher "$teacher" --scenes 4096 --steps 100000 --max-s "$seconds" --guidance 0.5 --lr 4e-5 --clips 8 \
+        --teacher "$teacher" --scenes 4096 --steps 100000 --max-s "$seconds" \
         --save-every-s 60 --no-compile ${DISTILL:-}
     pack distilled "$work/distilled"
     quality after "$after" --assets "$work/distilled"

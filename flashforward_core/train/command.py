@@ -368,6 +368,8 @@ def _choose_trained(model: CausalWanTransformer, text: torch.nn.Module, args: ar
         for parameter in role_parameters(model):
             parameter.requires_grad_(True)
     model.role_embedding.requires_grad_(args.role_embedding)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("frozen=True with rank=0 and role_embedding=False leaves nothing to train; use rank=8")
 
 
 def _export(

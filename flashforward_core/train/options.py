@@ -241,7 +241,7 @@ def _add_distillation(group: Group) -> None:
         help="a base.pt or assets folder to learn from (OUT/base.pt); for Wan a folder like --wan's (that one)",
     )
     group.add_argument("--critic-rank", type=int, help="rank of a critic's LoRA, 0 for a whole critic (0)")
-    group.add_argument("--guidance", type=float, help="weight of the teacher's guidance (3)")
+    group.add_argument("--guidance", type=float, help="weight of the teacher's guidance (3; embedded: 0.5)")
     group.add_argument("--windows", type=int, help="parts of each rollout that are judged, 21 latents each (1)")
     group.add_argument("--forward-kl", type=float, help="weight of the loss on real clips (0)")
 
