@@ -56,7 +56,7 @@ memory() { # NAME SECONDS OPTIONS: peaks beside predictions
         --commit "$commit" "${@:3}"
 }
 
-large_model() { bench "$1" "$2" --model "$3" --resolution 480p --precision "$4" "${@:5}"; }
+large_model() { bench "$1" "$2" --model "$3" --resolution 480p --precision "$4" "${@:5}"; } # a later option goes first
 
 part() {
     case "$1" in
@@ -70,6 +70,17 @@ part() {
         large_model "1.3B" 330 1.3B bf16 --attention cudnn $fa3 --latents 81 --devices $one $both \
             --metrics forward_ms attention_ms rollout_s lane_scaling forward_error --fit \
             --schedules flashforward self_forcing hiar --layouts auto prelude streaming --predict 2 4
+        ;;
+    headline) # what the paper claims for four GPUs, on all that there are: schedules, lengths, sizes; denoiser and job
+        for resolution in 480p 720p; do
+            for model in 1.3B 14B; do
+                order=latency
+                [ "$model" = 14B ] && order=memory
+                large_model "headline of $model at $resolution" "$(left)" "$model" bf16 --resolution "$resolution" --order "$order" \
+                    --attention cudnn --latents 81 21 141 261 --devices "$all" --metrics rollout_s job_s --layouts auto prelude \
+                    --schedules flashforward hiar self_forcing last_stage --predict 4 5 --fit
+            done
+        done
         ;;
     batched) # two forwards as one: where the time goes into launching, and where it does not
         bench "embedded, two as one" 60 --model embedded --precision fp32 --latents 81 --devices $one --metrics batched_ms
