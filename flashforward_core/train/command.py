@@ -5,10 +5,12 @@ Each step reads what the one before wrote under ``--out`` and can be interrupted
 """
 
 import argparse
+import hashlib
+import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -184,24 +186,28 @@ def _folder_pool(
 
 def _origin(args: argparse.Namespace, *, init: Path | None, **more: object) -> dict[str, str]:
     """Say what a run is made from, for a run that goes on to have the same; what may change is left out."""
-    clips = (
-        f"{args.scenes} scenes" if args.data is None else _short([video.path for video in captioned_videos(args.data)])
-    )
-    return {
-        "init": "noise" if init is None else _short([init] if init.is_file() else init.rglob("*.safetensors")),
-        "data": clips,
-        **{name: str(value) for name, value in {"seed": args.seed, **more}.items()},
-    }
+    made = {"init": _weights(init), "data": _clips(args), "seed": args.seed, **more}
+    return {name: str(value) for name, value in made.items()}
 
 
-def _short(paths: Iterable[Path]) -> str:
-    return quick_fingerprint(sorted(paths))[:16]
+def _weights(path: Path | None) -> str:
+    """Tell weights apart, wherever they lie."""
+    if path is None:
+        return "noise"
+    return quick_fingerprint([path] if path.is_file() else sorted(path.rglob("*.safetensors")))[:16]
+
+
+def _clips(args: argparse.Namespace) -> str:
+    if args.data is None:
+        return f"{args.scenes} scenes"
+    videos = [(video.path.name, video.path.stat().st_size, video.caption) for video in captioned_videos(args.data)]
+    return hashlib.sha256(json.dumps(videos).encode()).hexdigest()[:16]
 
 
 def _config(args: argparse.Namespace, name: str, *, init: Path | None, **more: object) -> LoopConfig:
     return LoopConfig(
         out=args.out / f"{name}_run",
-        origin=_origin(args, init=args.wan or init, frozen=args.frozen, **more),
+        origin=_origin(args, init=init, frozen=args.frozen, **more),
         steps=args.steps,
         lr=args.lr,
         warmup=max(1, min(100, args.steps // 10)),
@@ -283,7 +289,7 @@ def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
         _config(
             args,
             "sft",
-            init=init,
+            init=init if init.exists() else args.wan,
             rank=args.rank,
             alpha=args.alpha,
             targets=args.targets,
@@ -343,7 +349,7 @@ def _distill(args: argparse.Namespace, accelerator: Accelerator) -> None:
         pool,
         layout_for(spec, device=accelerator.device),
         replace(
-            _config(args, "distill", init=init, teacher=_short([teacher]) if teacher.is_file() else teacher.name),
+            _config(args, "distill", init=init, teacher=_weights(teacher if teacher.exists() else args.wan)),
             lr_scales={"model.": STUDENT_LR_SCALE},
         ),
         accelerator=accelerator,
