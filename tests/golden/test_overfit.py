@@ -22,7 +22,7 @@ from flashforward_core.train.sft import layouts_for, train_sft
 from flashforward_core.train.synthetic import render_scene
 
 pytestmark = pytest.mark.cpu
-STEPS, LR = 600, 3e-3
+STEPS, LR = 800, 3e-3
 LATENTS, SIZE = 13, 32  # five chunks, two anchors
 CONFIG = WanConfig(name="custom", dim=64, ffn_dim=128, num_heads=2, num_layers=2, text_dim=12, text_len=5, freq_dim=32)
 
