@@ -32,7 +32,7 @@ from ..specs import TEMPORAL_FACTOR, RolloutSpec, VideoShape
 from ..train.synthetic import render_scene
 from .bench_rows import Row, commit, machine, read_rows
 from .quality_looks import SHOWN, Look, keep_looks
-from .quality_report import comparison, mean_and_ci95, quality_rows, write_report
+from .quality_report import comparison, mean_and_ci95, one_run, quality_rows, write_report
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
     """Render and measure, or read rows; then write what was asked for."""
     # Read first: a file that can't be compared is found before hours of rendering, and --json may add to the same file.
     before = None if args.against is None else quality_rows(args.against)
+    if before is not None and args.source is None:
+        _check_comparable(args, before)
     rows = quality_rows(args.source) if args.source is not None else bench(args)
     if args.report is not None:
         write_report(rows, args.report, looks=args.frames)
@@ -102,6 +104,16 @@ def run(args: argparse.Namespace) -> int:
             f"{config['variant']:>16} {config['latents']:>4} {row['metric']:<16} {row['value']:.4f} ±{row['ci95']:.4f}"
         )
     return 0
+
+
+def _check_comparable(args: argparse.Namespace, before: Sequence[Row]) -> None:
+    """Raise ``ValueError`` if what is going to be measured could not be compared with ``before``."""
+    precision = str(PRECISIONS[args.precision]).removeprefix("torch.")
+    asked = {"captions": args.captions, "seed": args.seed, "precision": precision}
+    there = one_run(before)
+    for name, value in asked.items():
+        if there[name] != value:
+            raise ValueError(f"against={args.against} has {name}={there[name]}, not {value}; measure both alike")
 
 
 def bench(args: argparse.Namespace) -> list[Row]:

@@ -252,8 +252,8 @@ def comparison(before: Sequence[Row], after: Sequence[Row], *, sources: tuple[st
 
 
 def _require_alike(before: Sequence[Row], after: Sequence[Row]) -> None:
-    """Raise ``ValueError`` unless both have the same settings and lengths: only then captions come in pairs."""
-    old, new = (one_run(rows) | {"latents": _lengths(rows)} for rows in (before, after))
+    """Raise ``ValueError`` unless both have the same settings: only then captions come in pairs."""
+    old, new = (one_run(rows) for rows in (before, after))
     unlike = [f"{name}={old[name]} and {new[name]}" for name in old if name != "fingerprint" and old[name] != new[name]]
     if unlike:
         raise ValueError(f"the two files have {', '.join(unlike)}; measure both models with the same")

@@ -37,10 +37,10 @@ def replaced_whole(folder: Path) -> Iterator[Path]:
     """Give an empty folder to write an export to, and put it in the place of ``folder`` once it is whole.
 
     At any moment ``folder`` is the old export or the new one; between two renames it is missing, and both stand beside
-    it, as ``.old`` and ``.new``. What a user put into ``folder`` stays.
+    it, under hidden names. What a user put into ``folder`` stays, but not into the folders within.
     """
     folder = folder.resolve()  # a link to a folder is to stay one
-    new, old = (folder.with_name(f"{folder.name}.{age}") for age in ("new", "old"))
+    new, old = (folder.with_name(f".{folder.name}.{age}") for age in ("new", "old"))
     if old.exists() and not folder.exists():
         old.rename(folder)  # the last run was stopped between its renames
     _clear(old, folder)

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -147,6 +148,10 @@ def _parquet_rows(manifest: Path) -> list[dict[str, Any]]:
     return rows
 
 
+LONGEST_STILL_S = 10
+"""A longer picture is taken for a jump of the file's times, and would make clips in which nothing moves."""
+
+
 def clips_of(path: Path, form: ClipForm) -> Iterator[np.ndarray]:
     """Decode a video to clips of ``form``, uint8 [frames, H, W, 3], one after the other; what is left is dropped.
 
@@ -158,6 +163,10 @@ def clips_of(path: Path, form: ClipForm) -> Iterator[np.ndarray]:
     kept: list[np.ndarray] = []
     wanted = 0  # frames of the clip's rate taken so far
     for end, picture in _nearest_until(read_timed_frames(path, fps=form.fps)):
+        if end - wanted / fps > LONGEST_STILL_S:
+            raise ValueError(
+                f"{path} stands still for {float(end - wanted / fps):.0f} s after {float(wanted / fps):.1f} s"
+            )
         while wanted / fps < end:  # a slow video's frames are repeated
             kept.append(_fitted(picture, form))
             wanted += 1
@@ -213,7 +222,7 @@ def encode_folder(
     """
     videos = captioned_videos(folder)
     shard_videos = max(1, min(shard_videos, len(videos) // share[1]))  # so that each process has one
-    target = cache / _key(videos, form, weights=weights, shard_videos=shard_videos)
+    target = cache / _key(videos, form, folder=folder, weights=weights, shard_videos=shard_videos)
     groups = list(range(0, len(videos), shard_videos))[share[0] :: share[1]]
     latents: list[Tensor] = []
     captions: list[str] = []
@@ -233,9 +242,11 @@ def encode_folder(
     return torch.cat(latents), captions
 
 
-def _key(videos: Sequence[Captioned], form: ClipForm, *, weights: str, shard_videos: int) -> str:
-    """Name what the shards depend on."""
-    files = [(str(v.path), v.path.stat().st_size, v.path.stat().st_mtime_ns, v.caption) for v in videos]
+def _key(videos: Sequence[Captioned], form: ClipForm, *, folder: Path, weights: str, shard_videos: int) -> str:
+    """Name what the shards depend on, wherever ``folder`` lies."""
+    files = [
+        (os.path.relpath(v.path, folder), v.path.stat().st_size, v.path.stat().st_mtime_ns, v.caption) for v in videos
+    ]
     told = json.dumps([PICKING, files, form.width, form.height, form.frames, form.fps, weights, shard_videos])
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 

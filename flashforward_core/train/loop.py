@@ -1,7 +1,7 @@
 """One training loop for every step: accelerate for devices, EMA weights, exact resumption.
 
 A step's data is a function of (seed, step, process), so a resumed run sees what an uninterrupted one would.
-Ctrl-C and SIGTERM end a run after the step under way, with its state saved; a second one ends it at once.
+Ctrl-C and SIGTERM end a run after the step under way, with its state saved; a later one ends it at once.
 """
 
 import logging
@@ -38,6 +38,10 @@ Snapshot = Callable[[nn.Module, int], None]
 whole tensors whether the run is sharded or not."""
 
 AGREE_EVERY = 20  # steps between looks at whether to stop early and at whether all is finite
+
+
+REPEATED_S = 5.0
+"""A launcher may pass on a signal that its processes have had already: within this time that is one."""
 
 
 class TrainingDiverged(ValueError):
@@ -128,11 +132,10 @@ def train(
             while run.share < 1.0:
                 run.advance(batch)
                 if run.agree(float(asked.is_set())) > 0 and run.share < 1.0:
-                    run.save()
+                    run.save_once()
                     raise KeyboardInterrupt(f"stopped at step {run.step}; run the same again to go on from there")
             run.note()
-            if run.saved != run.step:
-                run.save()
+            run.save_once()
         return run.finish()
 
 
@@ -152,18 +155,26 @@ def _alone(folder: Path, accelerator: Accelerator) -> Iterator[None]:
 
 @contextmanager
 def _asked_to_stop() -> Iterator[threading.Event]:
-    """Have the first Ctrl-C or SIGTERM set an event; the next one does what it always does."""
+    """Have the first Ctrl-C or SIGTERM set an event; one that comes ``REPEATED_S`` later does what it always does."""
     asked = threading.Event()
     before: dict[int, Any] = {}
+    first = 0.0
 
     def ask(number: int, frame: Any) -> None:
-        asked.set()
-        signal.signal(number, before[number])
+        nonlocal first
+        if not asked.is_set():
+            first = time.monotonic()
+            asked.set()
+        elif time.monotonic() - first > REPEATED_S:
+            signal.signal(number, before[number])
+            signal.raise_signal(number)
 
     if threading.current_thread() is threading.main_thread():  # only there can signals be handled
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, ask)
+        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: old for number, old in found.items() if old not in (None, signal.SIG_IGN)}
     try:
+        for number in before:
+            signal.signal(number, ask)
         yield asked
     finally:
         for number, old in before.items():
@@ -242,8 +253,7 @@ class _Run:
         self.step, self.share, self.seconds = 0, 0.0, 0.0
         self._began, self._saved_at = time.monotonic(), 0.0
         self._losses: Losses | None = None
-        self.saved: int | None = None
-        """The step of the state that this process has saved last."""
+        self._saved: int | None = None
         self._finite = torch.ones((), dtype=torch.bool, device=accelerator.device)
         self.progress = Progress(
             config.steps, folder=config.out if config.logs else None, shown=accelerator.is_main_process
@@ -269,8 +279,11 @@ class _Run:
         if state is None:
             return
         self._check_origin(state.get("origin", {}))
+        trained = [local(parameter.detach()) for parameter in self.average.parameters]
+        if [tensor.shape for tensor in state["trained"]] != [tensor.shape for tensor in trained]:
+            raise ValueError(f"{self._folder} holds other weights than this run trains; name another out=")
         for kept, saved in (
-            *zip((local(p.detach()) for p in self.average.parameters), state["trained"], strict=True),
+            *zip(trained, state["trained"], strict=True),
             *zip(self.average.averaged, state["averaged"], strict=True),
         ):
             kept.copy_(saved)
@@ -366,13 +379,18 @@ class _Run:
         """Save everything that the run needs to continue, and hand out a snapshot."""
         self._check_finite()
         write_run(self._folder, self.state(), accelerator=self.accelerator, sharded=self.config.shard)
-        self._saved_at, self.saved = self.seconds, self.step
+        self._saved_at, self._saved = self.seconds, self.step
         if self.snapshot is not None:
             main = self.accelerator.is_main_process
             with self.average.in_place(), whole(self.module, keep=main):
                 if main:
                     self.snapshot(self.module, self.step)
             self.accelerator.wait_for_everyone()
+
+    def save_once(self) -> None:
+        """Save, unless this step's state is there."""
+        if self._saved != self.step:
+            self.save()
 
     def finish(self) -> nn.Module:
         """Let go of the accelerator, so that the next run does not hold this one's weights; return the average.

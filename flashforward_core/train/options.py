@@ -299,6 +299,9 @@ def check(args: argparse.Namespace) -> None:
         path = getattr(args, name)
         if path is not None and not path.exists():
             raise ValueError(f"{name}={path} is missing; name existing weights or leave it out")
+    made = args.out / {"vae": "vae", "base": "base.pt", "sft": "assets", "distill": "distilled"}[args.step]
+    if args.init is not None and args.init.resolve() == made.resolve():
+        raise ValueError(f"init={args.init} is what this run writes; name another out=, or copy it first")
     vae = {} if is_exported(args.init) or args.wan is not None else {"vae/config.json": "vae"}
     teacher = {"base.pt": "base"} if args.teacher is None and args.wan is None else {}
     needed = {

@@ -41,8 +41,6 @@ class PackedLayout:
     """Weight of each packed frame's loss [P]; 0 for an unused one."""
     length: int
     """Latent frames of a clip that are in use."""
-    length: int
-    """Latent frames of the clip that are in use."""
     attend: GroupedAttention
 
 

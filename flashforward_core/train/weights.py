@@ -75,6 +75,10 @@ def student(
     saved = read_base(source, wanted=SFT)
     _check_roles(source, there=any(".lora_" in name for name in saved["model"]))
     model, text = new_models() if args.wan is None else _wan_model(args.wan, args, accelerator)
+    if trained_only(args) and any(".lora_" not in n and not n.startswith("role_embedding") for n in saved["model"]):
+        raise ValueError(
+            f"{source} holds a transformer that was trained too, which frozen would lose; use frozen=False"
+        )
     if saved.get("roles"):
         _attach(model, saved["roles"])
     else:

@@ -248,15 +248,39 @@ def test_a_comparison_names_both_models_and_explains_its_mark(
     assert lines[2].startswith("| variant |") and lines[-1].startswith("* 0 lies outside")
 
 
-@pytest.mark.parametrize(("name", "value"), [*OTHERS[1:], ("latents", [81])])
+@pytest.mark.parametrize(("name", "value"), OTHERS[1:])
 def test_models_that_were_not_measured_alike_are_not_compared(name: str, value: Any) -> None:
-    changed: dict[str, Any] = {"lengths": (81,)} if name == "latents" else {name: value}
     before = made_rows(drift={"hiar": [0.0, 1.0]})
-    after = made_rows(drift={"hiar": [0.0, 1.0]}, fingerprint="def", **changed)
-    was = [81, 141] if name == "latents" else before[0]["config"][name]
+    after = made_rows(drift={"hiar": [0.0, 1.0]}, fingerprint="def", **{name: value})
+    was = before[0]["config"][name]
     with pytest.raises(ValueError) as raised:
         comparison(before, after, sources=("old.json", "new.json"))
     assert str(raised.value) == f"the two files have {name}={was} and {value}; measure both models with the same"
+
+
+def test_lengths_that_both_have_are_compared() -> None:
+    before = made_rows(drift={"hiar": [0.0, 1.0]})
+    after = made_rows(drift={"hiar": [0.0, 1.0]}, fingerprint="def", lengths=(81,))
+    lines = comparison(before, after, sources=("old.json", "new.json"))
+    assert [line.split(" | ")[1] for line in lines if line.startswith("| hiar")] == ["81"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--captions", "3"), "captions=2, not 3"),
+        (("--captions", "2", "--seed", "5"), "seed=0, not 5"),
+        (("--captions", "2", "--precision", "bf16"), "precision=float32, not bfloat16"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_it_is_measured(
+    words: tuple[str, ...], told: str, tmp_path: Path
+) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text(json.dumps(made_rows(drift={"hiar": [0.0, 1.0]})))
+    with pytest.raises(ValueError, match=f"{told}; measure both alike"):
+        bench_quality.run(arguments("--against", str(old), "--json", str(new), *words))
+    assert not new.exists()
 
 
 def test_growth_with_length_is_paired_by_caption(tmp_path: Path) -> None:

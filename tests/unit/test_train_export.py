@@ -104,7 +104,7 @@ def test_a_kill_between_renames_leaves_a_whole_model_and_the_next_export_tidies_
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "rename", killed)
         export(new, folder)
-    found = folder if folder.exists() else tmp_path / "assets.old"
+    found = folder if folder.exists() else tmp_path / ".assets.old"
     assert contents(found) == (after if renames == 2 else before)
     export(new, folder)
     assert contents(folder) == after | notes

@@ -153,6 +153,18 @@ def test_frames_are_picked_by_their_own_time(tmp_path: Path) -> None:
         assert abs(times[picked] - Fraction(n, 16)) == min(abs(time - Fraction(n, 16)) for time in times)
 
 
+def test_a_jump_of_the_times_makes_no_still_clips(
+    tmp_path: Path, vae: AutoencoderKLWan, caplog: pytest.LogCaptureFixture
+) -> None:
+    times = [Fraction(n, 15) for n in range(12)] + [Fraction(3600), Fraction(3601)]
+    (tmp_path / "data").mkdir()
+    odd_video(tmp_path / "data" / "jump.mp4", times=times)
+    (tmp_path / "data" / "jump.txt").write_text("a jump")
+    captions = encode_folder(tmp_path / "data", vae, form=FORM, cache=tmp_path / "cache", weights="w")[1]
+    assert len(captions) == 2  # of 0.7 s
+    assert "stands still for 1800 s after 0.8 s. Left out from there on; clips before that: 2" in caplog.text
+
+
 def test_a_video_that_starts_late_begins_with_its_first_frame(tmp_path: Path) -> None:
     late = odd_video(tmp_path / "late.mkv", times=[3 + Fraction(n, 30) for n in range(12)], kind="matroska")
     assert numbers(next(clips_of(late, FORM))) in ([0, 2, 4, 6, 8], [0, 2, 4, 6, 7])  # 7.5 is as near to both
@@ -233,6 +245,10 @@ def test_clips_are_encoded_once_and_read_back(
     monkeypatch.setattr(folder_module, "clips_of", lambda path, form: (encoded.append(path), original(path, form))[1])
     again, words = encode_folder(data, vae, **options)
     assert torch.equal(again, latents) and words == captions and [path.name for path in encoded] == ["1.mp4"]
+
+    moved = data.rename(tmp_path / "elsewhere")
+    assert encode_folder(moved, vae, **options)[1] == captions and len(encoded) == 1
+    data = moved.rename(data)
 
     (data / "0.txt").write_text("another caption")
     assert encode_folder(data, vae, **options)[1][0] == "another caption"

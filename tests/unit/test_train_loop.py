@@ -178,6 +178,7 @@ def test_ctrl_c_saves_what_is_done_and_the_next_run_goes_on(tmp_path: Path) -> N
     def interrupted(generator: torch.Generator, step: int) -> tuple[Tensor]:
         if step == 33:
             signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # as torchrun passes on what its processes have had already
         return batch(generator, step)
 
     config = LoopConfig(out=tmp_path / "broken", steps=60, lr=1e-2, warmup=5, save_every=20, ema_decay=0.9)
@@ -205,6 +206,18 @@ def test_a_state_of_another_origin_is_not_continued(tmp_path: Path) -> None:
     train(Regression(), config(init="a", rank="4"), accelerator=Accelerator(cpu=True), batch=batch)
     with pytest.raises(ValueError, match="holds a run with rank=4, this one has rank=8; name another out="):
         train(Regression(), config(init="a", rank="8"), accelerator=Accelerator(cpu=True), batch=batch)
+
+
+def test_a_state_of_other_weights_is_refused(tmp_path: Path) -> None:
+    run(tmp_path, 2)
+    config = LoopConfig(out=tmp_path, steps=4, lr=1e-2)
+    wider = Regression()
+    wider.layer = nn.Linear(4, 5)
+    more = Regression()
+    more.other = nn.Linear(1, 1)
+    for other in (wider, more):
+        with pytest.raises(ValueError, match="holds other weights than this run trains; name another out="):
+            train(other, config, accelerator=Accelerator(cpu=True), batch=batch)
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:

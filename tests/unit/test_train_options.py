@@ -231,6 +231,16 @@ def test_settings_out_of_range_are_named(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("step", "made"), [("sft", "assets"), ("distill", "distilled")])
+def test_a_run_does_not_start_from_what_it_writes(
+    step: str, made: str, tmp_path: Path, capsys: pytest.CaptureFixture[Any]
+) -> None:
+    """Its first save would change what it says that it was made from."""
+    (tmp_path / made).symlink_to(ASSETS)
+    assert main(["train", step, "--out", str(tmp_path), "--init", str(tmp_path / made)]) == 2
+    assert "is what this run writes; name another out=" in capsys.readouterr().err
+
+
 def test_a_sample_of_an_exported_model_is_its_own_video() -> None:
     frames = sample_video(ASSETS, captions=["a red ball bounces over green hills at dusk"], device=CPU, latents=2)
     assert frames.shape == (3, 128, 192, 3)  # every second one of five

@@ -66,6 +66,18 @@ def test_both_phases_train_and_what_they_export_is_loaded(
         assert not torch.equal(trained, start.blocks[0].ffn.net[2].weight)
 
 
+def test_distilling_frozen_what_was_trained_whole_is_refused(
+    wan: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only LoRAs would be exported, for weights that are nowhere."""
+    monkeypatch.setitem(options.SIZES, "1.3B", (32, 32))
+    words = ["--preset", "wan_1_3b", "--wan", str(wan), "--data", str(data), "--out", str(tmp_path / "out")]
+    words += ["--clip-latents", "21", "--latents", "21", "--rank", "2", "--accumulate", "1", "--no-compile"]
+    assert main(["train", "sft", *words, "--steps", "1"]) == 0
+    assert main(["train", "distill", *words, "--steps", "1", "--frozen"]) == 2
+    assert "sft.pt holds a transformer that was trained too, which frozen would lose" in capsys.readouterr().err
+
+
 def test_a_frozen_transformer_stays_and_its_loras_go_on_top_of_it(
     wan: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
