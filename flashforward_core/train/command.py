@@ -5,10 +5,7 @@ Each step reads what the one before wrote under ``--out`` and can be interrupted
 """
 
 import argparse
-import hashlib
-import json
 import logging
-import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,41 +16,32 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, DistributedType
 
 from flashforward_core.graph.task import Role
-from flashforward_core.model.files import fingerprint, quick_fingerprint
+from flashforward_core.model.files import fingerprint
 from flashforward_core.model.roles import role_parameters
 from flashforward_core.model.text import ByteT5Encoder
 from flashforward_core.model.transformer import CausalWanTransformer
-from flashforward_core.scenes import FPS, HELD_OUT
+from flashforward_core.scenes import FPS
 from flashforward_core.train import base as base_step
 from flashforward_core.train import distill as distill_step
 from flashforward_core.train import sft as sft_step
 from flashforward_core.train.data import LatentPool
 from flashforward_core.train.export import export_model
-from flashforward_core.train.folder import ClipForm, captioned_videos, encode_folder
+from flashforward_core.train.folder import ClipForm, encode_folder
 from flashforward_core.train.loop import LoopConfig
 from flashforward_core.train.options import PARTIAL, add_arguments, check, complete, is_exported
+from flashforward_core.train.origin import origin_of, weights_of
 from flashforward_core.train.progress import log_video
 from flashforward_core.train.rollout import layout_for
 from flashforward_core.train.samples import sample_video
-from flashforward_core.train.vae_train import (
-    ClipPool,
-    Crops,
-    VaeLoss,
-    VaeStage,
-    evaluate_vae,
-    freeze_encoder,
-    load_vae,
-    measure_latents,
-    new_vae,
-    report,
-    save_vae,
-    train_vae,
-)
+from flashforward_core.train.synthetic import CLIP_FRAMES
+from flashforward_core.train.vae_command import own_scenes, run_vae
+from flashforward_core.train.vae_train import load_vae
 from flashforward_core.train.wan import export_wan
 from flashforward_core.train.weights import (
     add_roles,
     base_model,
     captions,
+    lora_options,
     new_models,
     start_from,
     student,
@@ -63,92 +51,6 @@ from flashforward_core.train.weights import (
 __all__ = ["add_arguments", "run"]
 
 log = logging.getLogger(__name__)
-
-CLIP_FRAMES = 321  # 81 latents, 20 seconds
-assert FPS == 16
-
-
-VAE_STAGES = ((0.1, 1, 256), (0.25, 17, 16), (0.3, 49, 8), (0.35, 129, 3))
-"""Share of the steps, video frames per clip, clips per batch. The last clips are longer than what the causal
-autoencoder remembers: without them it drifts after the longest clip it has seen."""
-
-
-DECODER = VaeLoss(box=4.0, even=0.2, still=3.0)
-"""Of whole clips, for the decoder alone. At 0.2, a quarter of a decibel between frames pulls ten times as hard as what
-is left of the errors."""
-DECODER_CROPS = VaeLoss(mse=16.0, box=8.0, first_frame=2.0, still=3.0)
-"""Of crops: the largest errors count most, as in what is measured."""
-
-
-def _vae_stages(args: argparse.Namespace) -> list[VaeStage]:
-    """Return what to train the autoencoder on; the decoder alone has one stage of its own."""
-    if args.decoder_only:
-        crops = Crops(size=args.crops, frames=33, batch=3 * args.clips, loss=DECODER_CROPS) if args.crops else None
-        return [
-            VaeStage(
-                frames=VAE_STAGES[-1][1],
-                batch=max(1, args.clips // 2),
-                steps=args.steps,
-                lr=args.lr / 3,
-                max_s=args.max_s,
-                loss=DECODER,
-                crops=crops,
-            )
-        ]
-    chosen = VAE_STAGES if args.init is None else VAE_STAGES[-1:]
-    whole = sum(share for share, _, _ in chosen)
-    return [
-        VaeStage(
-            frames=frames,
-            batch=max(1, clips * args.clips // 8),
-            steps=math.ceil(args.steps * share / whole),
-            lr=args.lr if frames < 49 else args.lr / 2,
-            max_s=args.max_s * share / whole,
-        )
-        for share, frames, clips in chosen
-    ]
-
-
-def _vae(args: argparse.Namespace, accelerator: Accelerator) -> None:
-    device = accelerator.device
-    if args.steps == 0:
-        if accelerator.is_main_process:
-            shutil.copytree(args.init, args.out / "vae", dirs_exist_ok=True)
-            _measure_vae(args, device)
-        return
-    stages = _vae_stages(args)
-    vae = new_vae() if args.init is None else load_vae(args.init, device)
-    if args.decoder_only:
-        freeze_encoder(vae)
-    pool = ClipPool(_seeds(args.scenes, accelerator), stages[-1].frames + 16, device=device)
-    vae = train_vae(
-        vae,
-        stages,
-        out=args.out / "vae_run",
-        origin=_origin(args, init=args.init, decoder_only=args.decoder_only, crops=args.crops),
-        pool=pool,
-        accelerator=accelerator,
-        seed=args.seed,
-        as_conv2d=False,
-    )
-    if accelerator.is_main_process:
-        vae = vae.eval().float()
-        if not args.decoder_only:  # its latents are those of --init, and so are their statistics
-            measure_latents(vae, range(16), frames=161, device=device)
-        save_vae(vae, args.out / "vae")
-        _measure_vae(args, device)
-
-
-def _measure_vae(args: argparse.Namespace, device: torch.device) -> None:
-    seeds = range(HELD_OUT, HELD_OUT + args.held_out)
-    result = evaluate_vae(load_vae(args.out / "vae", device), seeds, frames=CLIP_FRAMES, device=device)
-    report(result, args.out / "vae_report.json")
-    log.info("autoencoder: %s", {k: v for k, v in result.items() if k != "psnr_per_frame"})
-
-
-def _seeds(count: int, accelerator: Accelerator) -> range:
-    """Give each process its own share of the training scenes."""
-    return range(accelerator.process_index, count, accelerator.num_processes)
 
 
 def _pool(args: argparse.Namespace, text: ByteT5Encoder, accelerator: Accelerator) -> LatentPool:
@@ -162,7 +64,7 @@ def _pool(args: argparse.Namespace, text: ByteT5Encoder, accelerator: Accelerato
     if path.exists():
         return LatentPool.load(path, device=accelerator.device)
     vae = load_vae(folder, accelerator.device)
-    seeds = _seeds(args.scenes, accelerator)
+    seeds = own_scenes(args.scenes, accelerator)
     pool = LatentPool.encode(vae, text, seeds, frames=CLIP_FRAMES, device=accelerator.device)
     pool.save(path)
     return pool
@@ -184,30 +86,10 @@ def _folder_pool(
     return LatentPool.of_clips(text, latents, captions, device=accelerator.device)
 
 
-def _origin(args: argparse.Namespace, *, init: Path | None, **more: object) -> dict[str, str]:
-    """Say what a run is made from, for a run that goes on to have the same; what may change is left out."""
-    made = {"init": _weights(init), "data": _clips(args), "seed": args.seed, **more}
-    return {name: str(value) for name, value in made.items()}
-
-
-def _weights(path: Path | None) -> str:
-    """Tell weights apart, wherever they lie."""
-    if path is None:
-        return "noise"
-    return quick_fingerprint([path] if path.is_file() else sorted(path.rglob("*.safetensors")))[:16]
-
-
-def _clips(args: argparse.Namespace) -> str:
-    if args.data is None:
-        return f"{args.scenes} scenes"
-    videos = [(video.path.name, video.path.stat().st_size, video.caption) for video in captioned_videos(args.data)]
-    return hashlib.sha256(json.dumps(videos).encode()).hexdigest()[:16]
-
-
 def _config(args: argparse.Namespace, name: str, *, init: Path | None, **more: object) -> LoopConfig:
     return LoopConfig(
         out=args.out / f"{name}_run",
-        origin=_origin(args, init=init, frozen=args.frozen, **more),
+        origin=origin_of(args, init=init, frozen=args.frozen, **more),
         steps=args.steps,
         lr=args.lr,
         warmup=max(1, min(100, args.steps // 10)),
@@ -228,7 +110,7 @@ def _base(args: argparse.Namespace, accelerator: Accelerator) -> None:
         model,
         text,
         _pool(args, text, accelerator),
-        _config(args, "base", init=args.init, vae=_weights(_vae_folder(args))),
+        _config(args, "base", init=args.init, vae=weights_of(_vae_folder(args))),
         accelerator=accelerator,
         layouts=[(args.clips, 21, 1), (args.clips * 2, 9, 10)],
         compiled=args.compile and not args.shard,
@@ -290,10 +172,8 @@ def _sft(args: argparse.Namespace, accelerator: Accelerator) -> None:
             args,
             "sft",
             init=init if init.exists() else args.wan,
-            rank=args.rank,
-            alpha=args.rank if args.alpha is None else args.alpha,
-            targets=sorted(args.targets),
-            vae=_weights(_vae_folder(args)),
+            **lora_options(args),
+            vae=weights_of(_vae_folder(args)),
             role_embedding=args.role_embedding,
         ),
         accelerator=accelerator,
@@ -354,7 +234,7 @@ def _distill(args: argparse.Namespace, accelerator: Accelerator) -> None:
                 args,
                 "distill",
                 init=init,
-                teacher=_weights(teacher if teacher.exists() else args.wan),
+                teacher=weights_of(teacher if teacher.exists() else args.wan),
                 critic_rank=args.critic_rank,
                 role_embedding=args.role_embedding,
             ),
@@ -417,7 +297,7 @@ def _vae_folder(args: argparse.Namespace) -> Path:
 
 
 STEPS: Mapping[str, Callable[[argparse.Namespace, Accelerator], None]] = {
-    "vae": _vae,
+    "vae": run_vae,
     "base": _base,
     "sft": _sft,
     "distill": _distill,

@@ -6,8 +6,6 @@ Ctrl-C and SIGTERM end a run after the step under way, with its state saved; a l
 
 import logging
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -17,13 +15,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from flashforward_core.train.progress import Progress
 from flashforward_core.train.sharding import gather, local, part_of, shard, whole
 from flashforward_core.train.state import read_run, write_run
+from flashforward_core.train.stopping import alone, asked_to_stop
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +36,6 @@ Snapshot = Callable[[nn.Module, int], None]
 whole tensors whether the run is sharded or not."""
 
 AGREE_EVERY = 20  # steps between looks at whether to stop early and at whether all is finite
-
-
-REPEATED_S = 5.0
-"""A launcher may pass on a signal that its processes have had already: within this time that is one."""
 
 
 class TrainingDiverged(ValueError):
@@ -125,10 +119,10 @@ def train(
     longer finite; the saved state is then from before. ``ValueError`` says that another run is at work in
     ``config.out``, or that the state there has another ``origin``.
     """
-    with _alone(config.out, accelerator):
+    with alone(config.out, accelerator):
         run = _Run(module, config, accelerator=accelerator, prepare=prepare, snapshot=snapshot)
         run.resume()
-        with run.progress, _asked_to_stop() as asked:
+        with run.progress, asked_to_stop() as asked:
             while run.share < 1.0:
                 run.advance(batch)
                 if run.agree(float(asked.is_set())) > 0 and run.share < 1.0:
@@ -137,48 +131,6 @@ def train(
             run.note()
             run.save_once()
         return run.finish()
-
-
-@contextmanager
-def _alone(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Keep a second run out of ``folder``; a lock goes with its process, however that ends."""
-    if not accelerator.is_main_process:
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / "lock", timeout=0):
-            yield
-    except Timeout as error:
-        raise ValueError(f"another run is at work in {folder}; wait for it, or name another out=") from error
-
-
-@contextmanager
-def _asked_to_stop() -> Iterator[threading.Event]:
-    """Have the first Ctrl-C or SIGTERM set an event; one that comes ``REPEATED_S`` later does what it always does."""
-    asked = threading.Event()
-    before: dict[int, Any] = {}
-    first = 0.0
-
-    def ask(number: int, frame: Any) -> None:
-        nonlocal first
-        if not asked.is_set():
-            first = time.monotonic()
-            asked.set()
-        elif time.monotonic() - first > REPEATED_S:
-            signal.signal(number, before[number])
-            signal.raise_signal(number)
-
-    if threading.current_thread() is threading.main_thread():  # only there can signals be handled
-        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        before = {number: old for number, old in found.items() if old not in (None, signal.SIG_IGN)}
-    try:
-        for number in before:
-            signal.signal(number, ask)
-        yield asked
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def _groups(module: nn.Module, scales: Mapping[str, float]) -> list[dict[str, object]]:

@@ -25,6 +25,8 @@ from flashforward_core.scenes import (
     disc_colour,
 )
 
+CLIP_FRAMES = 321  # 81 latents, 20 seconds at 16 frames a second
+
 
 def _triangle(turns: Tensor) -> Tensor:
     """Ping-pong 0 → 1 → 0 once a turn."""

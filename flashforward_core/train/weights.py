@@ -48,9 +48,13 @@ def trained_only(args: argparse.Namespace) -> bool:
 
 def add_roles(model: CausalWanTransformer, args: argparse.Namespace) -> None:
     """Attach the roles' LoRAs to train, in place."""
-    _attach(
-        model, {"rank": args.rank, "alpha": args.rank if args.alpha is None else args.alpha, "targets": args.targets}
-    )
+    _attach(model, lora_options(args))
+
+
+def lora_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what ``args`` say of new LoRAs."""
+    alpha = args.rank if args.alpha is None else args.alpha
+    return {"rank": args.rank, "alpha": alpha, "targets": sorted(args.targets)}
 
 
 def _attach(model: CausalWanTransformer, options: Mapping[str, Any]) -> None:
@@ -74,11 +78,11 @@ def student(
         return model.requires_grad_(True).train(), exported.text_encoder
     saved = read_base(source, wanted=SFT)
     _check_roles(source, there=any(".lora_" in name for name in saved["model"]))
-    model, text = new_models() if args.wan is None else _wan_model(args.wan, args, accelerator)
     if trained_only(args) and any(".lora_" not in n and not n.startswith("role_embedding") for n in saved["model"]):
         raise ValueError(
             f"{source} holds a transformer that was trained too, which frozen would lose; use frozen=False"
         )
+    model, text = new_models() if args.wan is None else _wan_model(args.wan, args, accelerator)
     if saved.get("roles"):
         _attach(model, saved["roles"])
     else:

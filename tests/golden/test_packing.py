@@ -229,6 +229,26 @@ def test_time_rebase_crops_some_steps_clips_anywhere_within_them() -> None:
     assert {crop_offset(0, share=1.0, seed=str(number)) for number in range(50)} == {0}  # no room
 
 
+def batches_of(phase: Any, monkeypatch: pytest.MonkeyPatch, *, count: int) -> list[Any]:
+    """Have a phase's training draw ``count`` batches into the list that is returned, in the place of training."""
+    steps: list[Any] = []
+
+    def take(module: Any, config: Any, *, batch: Any, **_: Any) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        steps.extend(batch(generator, number) for number in range(count))
+        return module
+
+    monkeypatch.setattr(phase, "train", take)
+    return steps
+
+
+def numbered_pool(*, latents: int) -> tuple[ByteT5Encoder, LatentPool]:
+    """Return an encoder, and two clips in which each latent says which it is."""
+    text = ByteT5Encoder.create(text_len=CONFIG.text_len, text_dim=CONFIG.text_dim)
+    clips = torch.arange(float(latents)).view(1, 1, latents, 1, 1).expand(2, 16, latents, 1, 1)
+    return text, LatentPool.of_clips(text, clips, ["a", "b"], device=torch.device("cpu"))
+
+
 @pytest.mark.parametrize(("latents", "clip_latents"), [(81, 81), (41, 81), (81, 161), (21, 21)])
 def test_time_rebase_has_room_in_clips_as_long_as_the_longest_layout(latents: int, clip_latents: int) -> None:
     steps, shorter = sft_steps(clips=1, latents=latents, clip_latents=clip_latents)
@@ -238,17 +258,8 @@ def test_time_rebase_has_room_in_clips_as_long_as_the_longest_layout(latents: in
 
 
 def test_rebased_steps_see_crops_with_positions_from_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[Any] = []
-
-    def take(module: Any, config: Any, *, batch: Any, **_: Any) -> Any:
-        generator = torch.Generator().manual_seed(0)
-        steps.extend(batch(generator, number) for number in range(60))
-        return module
-
-    monkeypatch.setattr(sft, "train", take)
-    text = ByteT5Encoder.create(text_len=CONFIG.text_len, text_dim=CONFIG.text_dim)
-    latents = torch.arange(24.0).view(1, 1, 24, 1, 1).expand(2, 16, 24, 1, 1)  # each latent says which it is
-    pool = LatentPool.of_clips(text, latents, ["a", "b"], device=torch.device("cpu"))
+    steps = batches_of(sft, monkeypatch, count=60)
+    text, pool = numbered_pool(latents=24)
     cpu = torch.device("cpu")
     whole = sft.layouts_for([(1, 24, False), (2, 24, True)], width=16, height=16, device=cpu)
     rebased = sft.layouts_for([(1, 18, False), (2, 18, True)], width=16, height=16, device=cpu, padded_to=24)
@@ -271,17 +282,8 @@ def test_rebased_steps_see_crops_with_positions_from_0(monkeypatch: pytest.Monke
 
 def test_the_base_may_see_clips_cropped_anywhere_with_positions_from_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """A teacher that has seen beginnings alone takes the middle of a video for one."""
-    steps: list[Any] = []
-
-    def take(module: Any, config: Any, *, batch: Any, **_: Any) -> Any:
-        generator = torch.Generator().manual_seed(0)
-        steps.extend(batch(generator, number) for number in range(40))
-        return module
-
-    monkeypatch.setattr(base, "train", take)
-    text = ByteT5Encoder.create(text_len=CONFIG.text_len, text_dim=CONFIG.text_dim)
-    latents = torch.arange(81.0).view(1, 1, 81, 1, 1).expand(2, 16, 81, 1, 1)  # each latent says which it is
-    pool = LatentPool.of_clips(text, latents, ["a", "b"], device=torch.device("cpu"))
+    steps = batches_of(base, monkeypatch, count=40)
+    text, pool = numbered_pool(latents=81)
     config = LoopConfig(out=Path("unused"), steps=40, lr=1e-3)
     options = {"accelerator": Accelerator(cpu=True), "layouts": [(1, 21, 1), (2, 9, 10)], "compiled": False}
     base.train_base(CausalWanTransformer(CONFIG), text, pool, config, rebase=0.5, **options)

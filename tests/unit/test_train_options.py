@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser
 from flashforward_core.cli import main
 from flashforward_core.model.config import MODELS
 from flashforward_core.model.loading import ASSETS
-from flashforward_core.train.command import STEPS, _vae_stages
+from flashforward_core.train.command import STEPS
 from flashforward_core.train.options import (
     HELP,
     PARTIAL,
@@ -25,6 +25,7 @@ from flashforward_core.train.options import (
     read_preset,
 )
 from flashforward_core.train.samples import sample_video
+from flashforward_core.train.vae_command import vae_stages
 
 pytestmark = pytest.mark.cpu
 CPU = torch.device("cpu")
@@ -60,12 +61,12 @@ def test_a_preset_gives_what_the_command_line_leaves_out() -> None:
 
 def test_the_decoder_alone_has_a_stage_with_crops_as_documented() -> None:
     alone = ("vae", "--init", str(ASSETS / "vae"), "--decoder-only")
-    (stage,) = _vae_stages(completed(*alone))
+    (stage,) = vae_stages(completed(*alone))
     assert (stage.frames, stage.batch, stage.lr, stage.loss.box) == (129, 4, pytest.approx(1e-3), 4.0)
     assert stage.crops is not None and stage.loss.even > 0 == stage.crops.loss.even
     assert (stage.crops.size, stage.crops.frames, stage.crops.batch, stage.crops.loss.box) == (64, 33, 24, 8.0)
-    assert _vae_stages(completed(*alone, "--crops", "0"))[0].crops is None
-    assert all(stage.crops is None for stage in _vae_stages(completed("vae")))
+    assert vae_stages(completed(*alone, "--crops", "0"))[0].crops is None
+    assert all(stage.crops is None for stage in vae_stages(completed("vae")))
 
 
 def test_the_paper_s_batch_is_128_clips() -> None:

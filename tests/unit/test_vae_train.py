@@ -180,29 +180,12 @@ def test_a_frozen_encoder_keeps_its_latents_and_the_decoder_learns(tmp_path: Pat
     crops = Crops(size=16, frames=5, batch=1, loss=VaeLoss())
     stage = VaeStage(frames=17, batch=1, steps=2, lr=1e-3, max_s=600.0, loss=VaeLoss(even=1.0), crops=crops)
     pool = ClipPool(range(1), 17, device=CPU)
-    after = train_vae(
-        vae,
-        [stage],
-        out=tmp_path,
-        pool=pool,
-        accelerator=Accelerator(cpu=True),
-        seed=0,
-        as_conv2d=False,
-        origin={"init": "noise"},
-    ).state_dict()
+    options = {"out": tmp_path, "pool": pool, "accelerator": Accelerator(cpu=True), "seed": 0, "as_conv2d": False}
+    after = train_vae(vae, [stage], origin={"init": "noise"}, **options).state_dict()
     changed = {name.split(".")[0] for name, value in after.items() if not torch.equal(value, before[name])}
     assert changed == {"decoder", "post_quant_conv"}
     with pytest.raises(ValueError, match="holds a run with init=noise, this one has init=weights"):
-        train_vae(
-            vae,
-            [stage],
-            out=tmp_path,
-            pool=pool,
-            accelerator=Accelerator(cpu=True),
-            seed=0,
-            as_conv2d=False,
-            origin={"init": "weights"},
-        )
+        train_vae(vae, [stage], origin={"init": "weights"}, **options)
 
 
 def test_shimmer_is_how_errors_change_outside_the_boxes() -> None:
