@@ -31,7 +31,7 @@ INTERRUPT_S = 20.0  # one forward on a busy machine, with a wide margin; the who
 def forget(client: Client) -> None:
     """Drop the server's cached results, so that nodes really run again."""
     client.request("/free", {"unload_models": True, "free_memory": True})
-    time.sleep(1.5)  # the server frees when it is next idle, at most a second later
+    time.sleep(4.0)  # the server frees when it is next idle, a second later, or more on a busy machine
 
 
 def executed(result: Result, node: str) -> bool:
