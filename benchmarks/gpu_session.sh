@@ -58,6 +58,13 @@ memory() { # NAME SECONDS OPTIONS: peaks beside predictions
 
 large_model() { bench "$1" "$2" --model "$3" --resolution 480p --precision "$4" "${@:5}"; } # a later option goes first
 
+order_of() { # MODEL@RESOLUTION: by stage where the banks of all stages that share a device do not fit beside each other
+    case "$1,$all" in
+    1.3B@* | 14B@480p,*,* | 14B@*,*,*,*,*) echo latency ;;
+    *) echo memory ;;
+    esac
+}
+
 part() {
     case "$1" in
     tests) tested "tests" 150 "not compiled" ;;
@@ -71,15 +78,11 @@ part() {
             --metrics forward_ms attention_ms rollout_s lane_scaling forward_error --fit \
             --schedules flashforward self_forcing hiar --layouts auto prelude streaming --predict 2 4
         ;;
-    headline) # what the paper claims for four GPUs, on all that there are: schedules, lengths, sizes; denoiser and job
-        for resolution in 480p 720p; do
-            for model in 1.3B 14B; do
-                order=latency
-                [ "$model" = 14B ] && order=memory
-                large_model "headline of $model at $resolution" "$(left)" "$model" bf16 --resolution "$resolution" --order "$order" \
-                    --attention cudnn --latents 81 21 141 261 --devices "$all" --metrics rollout_s job_s --layouts auto prelude \
-                    --schedules flashforward hiar self_forcing last_stage --predict 4 5 --fit
-            done
+    headline) # what the paper claims for four GPUs, on all that there are; SIZES, LATENTS and METRICS make it shorter
+        for size in ${SIZES:-1.3B@480p 14B@480p 1.3B@720p 14B@720p}; do
+            large_model "headline of $size" "$(left)" "${size%@*}" bf16 --resolution "${size#*@}" --order "$(order_of "$size")" \
+                --attention cudnn --latents ${LATENTS:-81 21 141 261} --devices "$all" --metrics ${METRICS:-rollout_s job_s} \
+                --layouts auto prelude streaming --schedules flashforward hiar self_forcing last_stage --predict 4 5 --fit
         done
         ;;
     batched) # two forwards as one: where the time goes into launching, and where it does not

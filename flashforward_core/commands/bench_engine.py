@@ -34,6 +34,8 @@ from .simulate import RESOLUTIONS, size_of
 
 log = logging.getLogger(__name__)
 
+CONTEXT = 21
+"""Latent frames that a forward attends to, its own included: what Self-Forcing, HiAR and FlashForward publish."""
 WARM_LATENTS = 21
 """Enough for one anchor block and every shape that a rollout of whole chunks compiles."""
 WARM_RECORDED_LATENTS = 51
@@ -159,10 +161,13 @@ class Bench:
         return replace(self.models.backbone, attention=self.attention)
 
     def spec(self, schedule: str, latents: int) -> RolloutSpec:
+        """Return a rollout whose forwards attend to ``CONTEXT`` latent frames at most, whatever the schedule."""
         width, height = size_of(self.resolution)
-        return spec_for(
-            RolloutSpec(shape=VideoShape(width=width, height=height, latent_frames=latents), schedule=schedule)
-        )
+        shape = VideoShape(width=width, height=height, latent_frames=latents)
+        spec = spec_for(RolloutSpec(shape=shape, schedule=schedule))
+        anchors = 0 if spec.anchors is None else spec.anchors.context
+        history = replace(spec.history, chunks=(CONTEXT - anchors) // spec.chunk_frames - 1)
+        return replace(spec, history=history)
 
     def plan(
         self, devices: str, *, layout: str = "auto", decode: str = "auto", batch_diagonal: bool = False

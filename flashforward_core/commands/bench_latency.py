@@ -10,11 +10,13 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from ..engine.budget import sizes_of
-from ..engine.cost import CostKey, load_cost, save_cost
+from ..engine.cost import CostKey, load_cost, num_keys, save_cost
+from ..engine.events import Timeline
 from ..engine.forward import CHOICES
 from ..engine.memory import predict_memory
 from ..engine.placement import DECODES, LANES_APART, LAYOUTS, ORDERS, Placement, lanes_for, place
@@ -186,11 +188,13 @@ def _rollout_s(bench: Bench) -> None:
     args = bench.args
     for latents in args.latents:
         for schedule in args.schedules:
-            for devices in args.devices:
-                for layout in args.layouts if schedule == args.schedules[0] else args.layouts[:1]:
-                    _one_rollout(bench, bench.spec(schedule, latents), devices=devices, layout=layout)
+            spec = bench.spec(schedule, latents)
+            layouts = args.layouts if schedule == args.schedules[0] else args.layouts[:1]
+            for devices, layout in product(args.devices, layouts):
+                _one_rollout(bench, spec, devices=devices, layout=layout)
             for count in args.predict:
-                _one_prediction(bench, bench.spec(schedule, latents), lanes=count)
+                for layout in layouts if count > 1 else layouts[:1]:
+                    _one_prediction(bench, spec, lanes=count, layout=layout)
 
 
 def _one_rollout(bench: Bench, spec: RolloutSpec, *, devices: str, layout: str) -> None:
@@ -217,16 +221,25 @@ def _one_rollout(bench: Bench, spec: RolloutSpec, *, devices: str, layout: str) 
         "source": "measured",
         "sha256": timed.result.sha256[:16],
     }
+    medians = forward_seconds(graph, spec, timed.result)
+    longest = max(keys for role, keys in medians if role is Role.RENDERER)
+    config["context"] = longest // spec.shape.tokens_per_frame
     found = {"forwards": graph.counts()["total"], "repeats": bench.args.repeats}
+    found["denoise_ms"] = medians[Role.RENDERER, longest] * 1000
     bench.book.add("rollout_s", timed.seconds, "s", **config, **found)
     assert predicted.predicted_s is not None
     error = abs(measured_s - predicted.predicted_s) / measured_s
     bench.book.add("makespan_error", error, "ratio", **config, measured_s=measured_s, predicted_s=predicted.predicted_s)
     _add_launches(bench, timed, **config)
     _add_peaks(bench, timed, graph=graph, spec=spec, placement=placement, **config)
+    _write_traces(bench, spec, placement, measured=timed.result.timeline, simulated=predicted)
+
+
+def _write_traces(bench: Bench, spec: RolloutSpec, placement: Placement, **timelines: Timeline) -> None:
     if bench.args.traces is not None:
-        name = f"{bench.args.model}_{bench.attention}_{spec.schedule}_{latents}_{placement.layout}_{len(names)}"
-        write_traces(bench.args.traces, name, measured=timed.result.timeline, simulated=predicted)
+        run = f"{spec.schedule}_{spec.shape.latent_frames}_{placement.layout}_{len(placement.lanes)}"
+        name = f"{bench.args.model}_{bench.resolution}_{bench.attention}_{run}"
+        write_traces(bench.args.traces, name, **timelines)
 
 
 def _add_launches(bench: Bench, timed: Timed, **config: Any) -> None:
@@ -253,12 +266,15 @@ def _add_peaks(
         bench.book.add("peak_bytes", peak, "bytes", **config, device=name, **parts, error=error)
 
 
-def _one_prediction(bench: Bench, spec: RolloutSpec, *, lanes: int) -> None:
+def _one_prediction(bench: Bench, spec: RolloutSpec, *, lanes: int, layout: str) -> None:
     graph, seconds = build_graph(spec, decode=False), bench.cost.of(spec)
-    placement = place(graph, lanes=lanes_for([""] * lanes), cost=seconds)
+    placement = place(graph, lanes=lanes_for([""] * lanes), layout=layout, cost=seconds)
     predicted = simulate(graph, placement=placement, seconds=seconds)
+    keys = max(num_keys(task, spec) for task in graph.tasks if task.role is Role.RENDERER)
     config = {"latents": spec.shape.latent_frames, "schedule": spec.schedule, "layout": placement.layout}
-    bench.book.add("rollout_s", predicted.predicted_s or 0.0, "s", **config, devices=lanes, source="predicted")
+    config |= {"devices": lanes, "source": "predicted", "context": keys // spec.shape.tokens_per_frame}
+    bench.book.add("rollout_s", predicted.predicted_s or 0.0, "s", **config, rounds=predicted.rounds)
+    _write_traces(bench, spec, placement, predicted=predicted)
 
 
 @METRICS.add("lane_scaling")
@@ -356,5 +372,5 @@ def _one_job(bench: Bench, latents: int, *, devices: str, decode: str, video: Pa
     placement = place(graph, lanes=lanes_for(names), layout=plan.layout, order=plan.order, decode=plan.decode)
     _add_peaks(bench, timed, graph=graph, spec=spec, placement=placement, **config)
     if bench.args.traces is not None:
-        name = f"{bench.args.model}_{bench.attention}_job_{latents}_{decode}_{len(names)}"
+        name = f"{bench.args.model}_{bench.resolution}_{bench.attention}_job_{latents}_{decode}_{len(names)}"
         write_traces(bench.args.traces, name, measured=timed.result.timeline)

@@ -17,14 +17,14 @@ from flashforward_core.commands.bench_latency import METRICS, _add_peaks, add_ar
 from flashforward_core.commands.bench_models import random_transformer
 from flashforward_core.commands.bench_rows import RowBook, machine, read_rows
 from flashforward_core.engine.budget import sizes_of
-from flashforward_core.engine.cost import CostKey, CostModel, load_cost, save_cost
+from flashforward_core.engine.cost import CostKey, CostModel, load_cost, num_keys, save_cost
 from flashforward_core.engine.events import LaneInfo, TaskSpan, Timeline
 from flashforward_core.engine.forward import FastOptions
 from flashforward_core.engine.memory import predict_memory
 from flashforward_core.engine.placement import lanes_for, place
 from flashforward_core.engine.rollout import RenderResult
-from flashforward_core.graph.schedules import build_graph
-from flashforward_core.graph.task import Role
+from flashforward_core.graph.schedules import SCHEDULES, build_graph
+from flashforward_core.graph.task import Kind, Role
 from flashforward_core.specs import AnchorPlan, VideoShape
 
 pytestmark = pytest.mark.cpu
@@ -252,6 +252,38 @@ def test_the_command_measures_predicts_and_fits(tmp_path: Path) -> None:
     assert 0 < launching["value"] < by_source["measured"] <= launching["config"]["first_s"]
     assert error["value"] == pytest.approx(abs(measured - predicted) / measured) and measured > 0
     assert {path.suffix for path in tmp_path.glob("embedded_*")} == {".json"}
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_every_schedule_is_measured_with_the_same_longest_context(schedule: str) -> None:
+    spec = Bench.each(arguments(attention=["auto"]))[0].spec(schedule, 81)
+    tasks = [task for task in build_graph(spec, decode=False).tasks if task.kind is Kind.DENOISE]
+    assert max(num_keys(task, spec) for task in tasks) == 21 * spec.shape.tokens_per_frame
+
+
+def test_predictions_are_made_for_the_first_schedules_layouts_and_their_timelines_kept(
+    rig: Any, tmp_path: Path
+) -> None:
+    options = {"latents": [14], "predict": [1, 5], "layouts": ["auto", "streaming"], "devices": ["cpu"]}
+    schedules = ["flashforward", "self_forcing"]
+    (bench,) = Bench.each(arguments(**options, schedules=schedules, attention=["auto"], traces=tmp_path))
+    bench.models.backbone, bench.models.texts = rig.backbone(), rig.texts()
+    METRICS["rollout_s"](bench)
+    runs = [row["config"] for row in bench.book.rows if row["metric"] == "rollout_s"]
+    assert [(run["schedule"], run["devices"], run["layout"]) for run in runs if run["source"] == "predicted"] == [
+        ("flashforward", 1, "single"),
+        ("flashforward", 5, "interleaved"),
+        ("flashforward", 5, "streaming"),
+        ("self_forcing", 1, "single"),
+        ("self_forcing", 5, "interleaved"),
+    ]
+    measured = {run["schedule"]: run for run in runs if run["source"] == "measured"}
+    # the last of five chunks: 12 latents of history, both anchors that there are, and two of its own
+    assert {name: run["context"] for name, run in measured.items()} == {"flashforward": 16, "self_forcing": 14}
+    assert all(run["denoise_ms"] > 0 for run in measured.values())
+    (kept,) = tmp_path.glob("*_flashforward_14_streaming_5_predicted.json")
+    timeline = Timeline.from_json(json.loads(kept.read_text()))
+    assert len(timeline.lanes) == 5 and timeline.source == "simulated"
 
 
 def test_a_fit_of_decoding_keeps_the_forwards_of_an_earlier_one(
