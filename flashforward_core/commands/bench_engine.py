@@ -107,6 +107,16 @@ def devices_of(entry: str) -> tuple[str, ...]:
     return DevicePlan(devices=(entry,)).resolve()
 
 
+def bench_spec(schedule: str, *, latents: int, resolution: str) -> RolloutSpec:
+    """Return a rollout whose forwards attend to ``CONTEXT`` latent frames at most, whatever the schedule."""
+    width, height = size_of(resolution)
+    shape = VideoShape(width=width, height=height, latent_frames=latents)
+    spec = spec_for(RolloutSpec(shape=shape, schedule=schedule))
+    anchors = 0 if spec.anchors is None else spec.anchors.context
+    history = replace(spec.history, chunks=(CONTEXT - anchors) // spec.chunk_frames - 1)
+    return replace(spec, history=history)
+
+
 @dataclass(kw_only=True)
 class Bench:
     """What the metrics of one attention kernel share: settings, the model, and the fitted costs."""
@@ -161,13 +171,7 @@ class Bench:
         return replace(self.models.backbone, attention=self.attention)
 
     def spec(self, schedule: str, latents: int) -> RolloutSpec:
-        """Return a rollout whose forwards attend to ``CONTEXT`` latent frames at most, whatever the schedule."""
-        width, height = size_of(self.resolution)
-        shape = VideoShape(width=width, height=height, latent_frames=latents)
-        spec = spec_for(RolloutSpec(shape=shape, schedule=schedule))
-        anchors = 0 if spec.anchors is None else spec.anchors.context
-        history = replace(spec.history, chunks=(CONTEXT - anchors) // spec.chunk_frames - 1)
-        return replace(spec, history=history)
+        return bench_spec(schedule, latents=latents, resolution=self.resolution)
 
     def plan(
         self, devices: str, *, layout: str = "auto", decode: str = "auto", batch_diagonal: bool = False

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.budget import sizes_of
-from ..engine.cost import CostKey, load_cost, num_keys, save_cost
+from ..engine.cost import CostKey, CostModel, load_cost, num_keys, save_cost
 from ..engine.events import Timeline
 from ..engine.forward import CHOICES
 from ..engine.memory import predict_memory
@@ -32,7 +32,7 @@ from ..specs import MAX_DEVICES, TEMPORAL_FACTOR, RolloutSpec
 from .bench_engine import Bench, Timed, check_choices, forward_seconds, pair_seconds, steady_rate, write_traces
 from .bench_kernels import attention_times, decode_rates, forward_errors
 from .bench_models import DECODERS, PRECISIONS
-from .bench_rows import check_target
+from .bench_rows import RowBook, check_target
 from .simulate import costs_path
 
 log = logging.getLogger(__name__)
@@ -267,14 +267,22 @@ def _add_peaks(
 
 
 def _one_prediction(bench: Bench, spec: RolloutSpec, *, lanes: int, layout: str) -> None:
-    graph, seconds = build_graph(spec, decode=False), bench.cost.of(spec)
+    placement, predicted = add_prediction(bench.book, spec, cost=bench.cost, lanes=lanes, layout=layout)
+    _write_traces(bench, spec, placement, predicted=predicted)
+
+
+def add_prediction(
+    book: RowBook, spec: RolloutSpec, *, cost: CostModel, lanes: int, layout: str
+) -> tuple[Placement, Timeline]:
+    """File how long a rollout would take on ``lanes`` devices by ``cost``; return where and when its tasks would run."""
+    graph, seconds = build_graph(spec, decode=False), cost.of(spec)
     placement = place(graph, lanes=lanes_for([""] * lanes), layout=layout, cost=seconds)
     predicted = simulate(graph, placement=placement, seconds=seconds)
     keys = max(num_keys(task, spec) for task in graph.tasks if task.role is Role.RENDERER)
     config = {"latents": spec.shape.latent_frames, "schedule": spec.schedule, "layout": placement.layout}
     config |= {"devices": lanes, "source": "predicted", "context": keys // spec.shape.tokens_per_frame}
-    bench.book.add("rollout_s", predicted.predicted_s or 0.0, "s", **config, rounds=predicted.rounds)
-    _write_traces(bench, spec, placement, predicted=predicted)
+    book.add("rollout_s", predicted.predicted_s or 0.0, "s", **config, rounds=predicted.rounds)
+    return placement, predicted
 
 
 @METRICS.add("lane_scaling")

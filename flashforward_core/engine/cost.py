@@ -110,7 +110,8 @@ class CostKey:
     precision: str
 
 
-def _read_fits(path: Path) -> dict[CostKey, CostModel]:
+def load_costs(path: Path) -> dict[CostKey, CostModel]:
+    """Return every fit stored in the file, none if it is not there; anything else there raises ``ValueError``."""
     if not path.is_file():
         return {}
     try:
@@ -122,7 +123,7 @@ def _read_fits(path: Path) -> dict[CostKey, CostModel]:
 
 def save_cost(path: Path, *, key: CostKey, cost: CostModel) -> None:
     """Store a fit in the JSON file at ``path``, in place of an earlier one of the same key."""
-    fits = [{"key": asdict(k), "cost": asdict(c)} for k, c in {**_read_fits(path), key: cost}.items()]
+    fits = [{"key": asdict(k), "cost": asdict(c)} for k, c in {**load_costs(path), key: cost}.items()]
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text(json.dumps({"fits": fits}, indent=1) + "\n", encoding="utf-8")
@@ -131,12 +132,12 @@ def save_cost(path: Path, *, key: CostKey, cost: CostModel) -> None:
 
 def load_cost(path: Path, *, key: CostKey) -> CostModel | None:
     """Return the fit stored under ``key``, or None."""
-    return _read_fits(path).get(key)
+    return load_costs(path).get(key)
 
 
 def fitted_devices(path: Path, *, model: str, resolution: str, precision: str) -> tuple[str, ...]:
     """Return the names of the devices that have a fit for this work."""
-    keys = _read_fits(path)
+    keys = load_costs(path)
     return tuple(
         key.device for key in keys if (key.model, key.resolution, key.precision) == (model, resolution, precision)
     )

@@ -242,5 +242,6 @@ def test_cancelling_or_failing_gives_memory_and_threads_back(
     with pytest.raises(KeyboardInterrupt):
         render(backbone, spec(), texts, devices=plan, on_event=lambda e: events.append(type(e)), check_cancel=cancel)
     assert allocated() == memory
-    assert set(threading.enumerate()) == threads
+    left = set(threading.enumerate()) - threads
+    assert {thread.name for thread in left} <= {"subproc_worker_timer"}  # of torch's compiler; a lane's has its own name
     assert run(backbone, texts, devices="cuda:0*2", fast=fast).sha256 == expected
