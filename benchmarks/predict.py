@@ -2,7 +2,8 @@
 
 python benchmarks/predict.py --costs benchmarks/results/2026-12-01-costs-h200.json --attention cudnn \\
     --latents 21 81 141 261 --devices 4 5 --out benchmarks/results/2026-12-01-predicted.json
-Rows are as ``bench latency --predict`` files them, for every bf16 fit in the file.
+Rows of rollouts are as ``bench latency --predict`` files them, for every bf16 fit in the file; where it has what decoding
+takes, FlashForward's jobs are predicted too, up to the last frame: encoding goes on beside them.
 """
 
 import argparse
@@ -16,11 +17,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from flashforward_core.commands.bench_engine import bench_spec
 from flashforward_core.commands.bench_latency import add_prediction
 from flashforward_core.commands.bench_rows import RowBook
-from flashforward_core.engine.cost import load_costs
+from flashforward_core.engine.cost import CostModel, load_costs
+from flashforward_core.engine.placement import lanes_for, place
+from flashforward_core.engine.simulate import simulate
+from flashforward_core.graph.halves import in_halves
+from flashforward_core.graph.schedules import build_graph
+from flashforward_core.specs import RolloutSpec
 
 SCHEDULES = ("flashforward", "hiar", "self_forcing", "last_stage")
 LAYOUTS = ("interleaved", "prelude", "streaming")
 """Those of the first schedule; the others have no planner to place."""
+DECODES = ("own", "any", "split")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +49,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             spec = bench_spec(schedule, latents=latents, resolution=key.resolution)
             for layout in LAYOUTS if schedule == SCHEDULES[0] else LAYOUTS[:1]:
                 add_prediction(book, spec, cost=cost, lanes=devices, layout=layout)
+            if schedule == SCHEDULES[0] and cost.decode_frame_s:
+                add_jobs(book, spec, cost=cost, lanes=devices)
     return 0
+
+
+def add_jobs(book: RowBook, spec: RolloutSpec, *, cost: CostModel, lanes: int) -> None:
+    """File how long a job would take on so many devices, for each place to decode."""
+    seconds = cost.of(spec)
+    for decode in DECODES:
+        graph = build_graph(spec, decode=True)
+        graph = in_halves(graph) if decode == "split" else graph
+        placement = place(graph, lanes=lanes_for([""] * lanes), decode=decode, cost=seconds)
+        spans = simulate(graph, placement=placement, seconds=seconds).spans
+        decoding = [span for span in spans if span.task.startswith("decode/")]
+        denoiser = max(span.end_s for span in spans if span not in decoding)
+        total = max(span.end_s for span in spans)
+        config = {"latents": spec.shape.latent_frames, "devices": lanes, "schedule": spec.schedule, "decode": decode}
+        config |= {"encoder": "none", "decoder": "wan", "source": "predicted", "denoiser_s": denoiser}
+        config |= {"decoding_s": sum(span.end_s - span.start_s for span in decoding), "ratio": total / denoiser}
+        book.add("job_s", total, "s", **config)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,30 @@
-"""Writes the performance page from benchmark rows: tables, and a plot of measured beside predicted seconds.
+"""Writes the performance page from benchmark rows: tables and plots.
 
 python benchmarks/report.py --out docs/performance.md \\
-    benchmarks/results/2026-11-30-{two-h200,two-h200-parts,two-h200-recorded,two-h200-short,memory,one-h200,batched}.json
+    benchmarks/results/2026-11-30-{two-h200{,-parts,-recorded,-short},memory,one-h200,batched}.json \\
+    benchmarks/results/2026-12-01-{schedules,predicted}.json \\
+    --timelines benchmarks/results/2026-12-01-timelines.tar.xz \\
+    1.3B_480p_cudnn_{flashforward_81_interleaved_4,flashforward_81_streaming_5,hiar_81_interleaved_4}_predicted
 Of rows with the same settings those of the commit measured last count.
 """
 
 import argparse
+import json
 import re
 import sys
+import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from report_schedules import plot_schedules, plot_timelines, schedules
 
 from flashforward_core.commands.bench_rows import Row, read_rows
+from flashforward_core.engine.events import Timeline
 from flashforward_core.metrics.plot import require_matplotlib
 
 SHORT_LATENTS = 21
@@ -94,9 +103,11 @@ TABLES = (
         title="Whole rollouts, denoiser only",
         about="Seconds from the call to the latents, the fastest of `repeats` runs; predicted ones come from costs "
         "fitted to one lane's forwards. Layouts: with `interleaved` (what `auto` takes) the planner fills idle lanes; "
-        "with `prelude` it comes first; with `streaming` the last lane plans and decodes, and denoises nothing.",
+        "with `prelude` it comes first; with `streaming` the last lane plans and decodes, and denoises nothing. "
+        "`context`: latent frames that forwards attend to at most; where it is missing, 21 with FlashForward, 18 with "
+        "the others.",
         columns=(*WHERE, *RUN, "source"),
-        extra=("forwards", "repeats"),
+        extra=("context", "forwards", "repeats"),
         show="{:.2f}".format,
     ),
     Table(
@@ -105,7 +116,7 @@ TABLES = (
         about="How far the simulation was off: |measured − simulated| / measured, from the first forward's start to "
         "the last one's end, placed as the run was. The table above has whole calls, placed by fitted costs.",
         columns=(*WHERE, *RUN),
-        extra=("measured_s", "predicted_s"),
+        extra=("context", "measured_s", "predicted_s"),
         show="{:.1%}".format,
     ),
     Table(
@@ -113,7 +124,7 @@ TABLES = (
         title="To a finished mp4",
         about="Seconds, with decoding and encoding (`encoder` none: up to the last frames); `decoding_s` is what all "
         "decoding took, `ratio` is over the same run's denoiser.",
-        columns=(*WHERE, "latents", "devices", "decode", "decoder", "encoder"),
+        columns=(*WHERE, "latents", "devices", "decode", "decoder", "encoder", "source"),
         extra=("denoiser_s", "decoding_s", "ratio"),
         show="{:.2f}".format,
     ),
@@ -147,6 +158,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the performance page from benchmark rows.")
     parser.add_argument("rows", type=Path, nargs="+", help="files that bench latency wrote")
     parser.add_argument("--out", type=Path, default=Path("docs/performance.md"), help="the page (docs/performance.md)")
+    parser.add_argument(
+        "--timelines",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="an archive of bench latency --traces, and which to draw",
+    )
     args = parser.parse_args(argv)
     missing = [str(path) for path in args.rows if not path.is_file()]
     if missing:
@@ -156,11 +174,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not rows:
         print("no rows in these files; run bench latency --json first", file=sys.stderr)
         return 2
-    args.out.write_text(page(rows), encoding="utf-8")
+    text = page(rows)
     for machine, own in by_machine(rows).items():
         if pairs(own):
             plot(own, args.out.with_name(plot_name(machine)))
+        if schedules(own):
+            plot_schedules(own, args.out.with_name(plot_name(machine, "_schedules")))
+    if args.timelines:
+        archive, *names = args.timelines
+        plot_timelines(read_timelines(Path(archive), names), args.out.with_name(TIMELINES))
+        text += f"\n## Timelines\n\n{TIMELINES_ABOUT}\n\n![What runs on each lane, and when]({TIMELINES})\n"
+    args.out.write_text(text, encoding="utf-8")
     return 0
+
+
+TIMELINES = "performance_timelines.png"
+TIMELINES_ABOUT = (
+    "What runs on each lane, and when: predicted from one device's forwards, or measured, as each title says. All are "
+    "kept in `benchmarks/results/`, as `bench latency --traces` writes them."
+)
+
+
+def read_timelines(archive: Path, names: Sequence[str]) -> dict[str, Timeline]:
+    """Read timelines out of a tar file, by their titles."""
+    with tarfile.open(archive) as files:
+        members = {Path(member.name).stem: member for member in files.getmembers() if member.isfile()}
+        found = {}
+        for name in names:
+            if name not in members:
+                raise SystemExit(f"timelines={name!r} is not in {archive}; use one of: {', '.join(sorted(members))}")
+            file = files.extractfile(members[name])
+            assert file is not None
+            found[name.replace("_", " ")] = Timeline.from_json(json.loads(file.read()))
+    return found
 
 
 def by_machine(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -169,8 +215,8 @@ def by_machine(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return {machine: latest([row for row in rows if row["machine"] == machine]) for machine in machines}
 
 
-def plot_name(machine: str) -> str:
-    return "performance_" + "_".join(re.findall("[a-z0-9]+", machine.lower())) + ".png"
+def plot_name(machine: str, kind: str = "") -> str:
+    return "performance_" + "_".join(re.findall("[a-z0-9]+", machine.lower())) + f"{kind}.png"
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -181,8 +227,10 @@ def page(rows: Sequence[Row]) -> str:
         days = sorted({row["date"][:10] for row in own})
         parts.append(f"## {machine}\n\nMeasured {' to '.join(dict.fromkeys((days[0], days[-1])))} at {commits}.\n")
         if pairs(own):
-            parts.append(f"![Measured beside predicted seconds]({plot_name(machine)})\n")
+            parts.append(f"![How far simulated makespans were off]({plot_name(machine)})\n")
         parts += [text for text in (further_devices(own), prediction_verdict(own), memory_verdict(own)) if text]
+        if side := schedules(own):
+            parts.append(f"{side}\n![Seconds of each schedule by length]({plot_name(machine, '_schedules')})\n")
         parts += [text for text in (short_clips(own), *(markdown(table, own) for table in TABLES)) if text]
     return "\n".join(parts)
 
@@ -195,7 +243,7 @@ def further_devices(rows: Sequence[Row]) -> str:
             found = best.setdefault(_values((*WHERE[:4], "latents"), row), {})
             count = row["config"]["devices"], row["config"]["source"]
             found[count] = min(row, found.get(count, row), key=lambda row: row["value"])
-    lines = [line for where, found in best.items() for line in _saved(where, found)]
+    lines = [line for where, found in sorted(best.items()) for line in _saved(where, found)]
     if not lines:
         return ""
     head = "| model | resolution | precision | attention | latents | devices | layout | seconds | times as fast | |"
@@ -320,28 +368,29 @@ def _cell(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def pairs(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
-    """Return (label, measured, predicted) seconds of every rollout that was run."""
-    found = [row for row in latest(rows) if row["metric"] == "makespan_error"]
-    return [(_label(row), row["config"]["measured_s"], row["config"]["predicted_s"]) for row in found]
+def pairs(rows: Sequence[Row]) -> list[tuple[int, float, float]]:
+    """Return (devices, measured, predicted seconds) of every rollout that was run."""
+    found = [row["config"] for row in latest(rows) if row["metric"] == "makespan_error"]
+    return [(config["devices"], config["measured_s"], config["predicted_s"]) for config in found]
 
 
 def _label(row: Row) -> str:
-    labels = ("model", "attention", "schedule", "layout", "latents", "devices")
-    return "{} {} {} {}, {} latents on {}".format(*_values(labels, row))
+    labels = ("model", "resolution", "attention", "schedule", "layout", "latents", "devices")
+    return "{} {} {} {} {}, {} latents on {}".format(*_values(labels, row))
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw measured and predicted seconds side by side."""
-    shown = sorted(pairs(rows), key=lambda pair: pair[1])
-    figure = require_matplotlib()(figsize=(10, 1.2 + 0.45 * len(shown)), layout="constrained")
+    """Draw how far every simulated makespan was off, over what was measured."""
+    figure = require_matplotlib()(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots()
-    places = range(len(shown))
-    axes.barh([y + 0.2 for y in places], [pair[1] for pair in shown], height=0.4, label="measured")
-    axes.barh([y - 0.2 for y in places], [pair[2] for pair in shown], height=0.4, label="predicted")
-    axes.set_yticks(list(places), [pair[0] for pair in shown])
-    axes.set_xlabel("seconds, denoiser only")
-    axes.legend(loc="lower right")
+    axes.axhspan(-100 * MAKESPAN_TARGET, 100 * MAKESPAN_TARGET, color="0.92", label=f"within {MAKESPAN_TARGET:.0%}")
+    for devices in sorted({pair[0] for pair in pairs(rows)}):
+        own = [(measured, 100 * (predicted / measured - 1)) for n, measured, predicted in pairs(rows) if n == devices]
+        label = f"{devices} device{'s' * (devices > 1)}"
+        axes.plot(*zip(*own, strict=True), "o", markersize=4, alpha=0.7, label=label)
+    axes.set(xscale="log", xlabel="measured seconds, denoiser only", ylabel="simulated − measured, %")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.legend()
     figure.savefig(path, dpi=110)
 
 

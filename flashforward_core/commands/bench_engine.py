@@ -129,6 +129,7 @@ class Bench:
     models: Models
     book: RowBook
     decode_frame_s: float = 0.0
+    """Seconds per latent frame: the decoder's alone if that is measured, else those of the first job."""
     compact_frame_s: dict[str, float] = field(default_factory=dict)
     pair_ratio: float | None = None
     _warm: set[tuple[tuple[str, ...], str, bool, bool]] = field(default_factory=set)

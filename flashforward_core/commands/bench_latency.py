@@ -274,7 +274,7 @@ def _one_prediction(bench: Bench, spec: RolloutSpec, *, lanes: int, layout: str)
 def add_prediction(
     book: RowBook, spec: RolloutSpec, *, cost: CostModel, lanes: int, layout: str
 ) -> tuple[Placement, Timeline]:
-    """File how long a rollout would take on ``lanes`` devices by ``cost``; return where and when its tasks would run."""
+    """File how long a rollout would take on ``lanes`` devices by ``cost``; return what would run where and when."""
     graph, seconds = build_graph(spec, decode=False), cost.of(spec)
     placement = place(graph, lanes=lanes_for([""] * lanes), layout=layout, cost=seconds)
     predicted = simulate(graph, placement=placement, seconds=seconds)
@@ -367,10 +367,11 @@ def _one_job(bench: Bench, latents: int, *, devices: str, decode: str, video: Pa
     timed = bench.timed(spec, plan, video=video)
     config = {"latents": latents, "devices": len(names), "device_list": devices}
     config |= {"schedule": spec.schedule, "decode": decode, "encoder": "h264" if timed.encoded else "none"}
-    config |= {"decoder": bench.args.decoder}
+    config |= {"decoder": bench.args.decoder, "source": "measured"}
     spans = timed.result.timeline.spans
     denoiser = max(span.end_s for span in spans if not span.task.startswith("decode/"))
     decoding = sum(span.end_s - span.start_s for span in spans if span.task.startswith("decode/"))
+    bench.decode_frame_s = bench.decode_frame_s or decoding / latents
     found = {"denoiser_s": denoiser, "decoding_s": decoding, "ratio": timed.seconds / denoiser}
     bench.book.add("job_s", timed.seconds, "s", **config, **found)
     assert timed.first_frames_s is not None

@@ -243,5 +243,5 @@ def test_cancelling_or_failing_gives_memory_and_threads_back(
         render(backbone, spec(), texts, devices=plan, on_event=lambda e: events.append(type(e)), check_cancel=cancel)
     assert allocated() == memory
     left = set(threading.enumerate()) - threads
-    assert {thread.name for thread in left} <= {"subproc_worker_timer"}  # of torch's compiler; a lane's has its own name
+    assert {thread.name for thread in left} <= {"subproc_worker_timer"}  # which torch's compiler keeps
     assert run(backbone, texts, devices="cuda:0*2", fast=fast).sha256 == expected
