@@ -2,8 +2,8 @@
 
 python benchmarks/predict.py --costs benchmarks/results/2026-12-01-costs-h200.json --attention cudnn \\
     --latents 21 81 141 261 --devices 4 5 --out benchmarks/results/2026-12-01-predicted.json
-Rows of rollouts are as ``bench latency --predict`` files them, for every bf16 fit in the file; where it has what decoding
-takes, FlashForward's jobs are predicted too, up to the last frame: encoding goes on beside them.
+Rows of rollouts are as ``bench latency --predict`` files them, for every bf16 fit in the file; where it has what
+decoding takes, FlashForward's jobs are predicted too, up to the last frame: encoding goes on beside them.
 """
 
 import argparse
@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from flashforward_core.commands.bench_engine import bench_spec
-from flashforward_core.commands.bench_latency import add_prediction
+from flashforward_core.commands.bench_engine import bench_spec, write_traces
+from flashforward_core.commands.bench_latency import add_prediction, trace_name
 from flashforward_core.commands.bench_rows import RowBook
 from flashforward_core.engine.cost import CostModel, load_costs
 from flashforward_core.engine.placement import lanes_for, place
@@ -27,7 +27,7 @@ from flashforward_core.specs import RolloutSpec
 SCHEDULES = ("flashforward", "hiar", "self_forcing", "last_stage")
 LAYOUTS = ("interleaved", "prelude", "streaming")
 """Those of the first schedule; the others have no planner to place."""
-DECODES = ("own", "any", "split")
+DECODES = ("auto", "own", "any", "split")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--latents", type=int, nargs="+", required=True, metavar="N", help="lengths in latent frames")
     parser.add_argument("--devices", type=int, nargs="+", required=True, metavar="N", help="numbers of devices")
     parser.add_argument("--out", type=Path, required=True, help="rows are added to this file")
+    parser.add_argument("--traces", type=Path, metavar="FOLDER", help="write simulated timelines")
     args = parser.parse_args(argv)
     for key, cost in load_costs(args.costs).items():
         if key.precision != "bf16":
@@ -48,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for latents, schedule, devices in product(args.latents, SCHEDULES, args.devices):
             spec = bench_spec(schedule, latents=latents, resolution=key.resolution)
             for layout in LAYOUTS if schedule == SCHEDULES[0] else LAYOUTS[:1]:
-                add_prediction(book, spec, cost=cost, lanes=devices, layout=layout)
+                placement, predicted = add_prediction(book, spec, cost=cost, lanes=devices, layout=layout)
+                if args.traces:
+                    write_traces(args.traces, trace_name(common, spec, placement), predicted=predicted)
             if schedule == SCHEDULES[0] and cost.decode_frame_s:
                 add_jobs(book, spec, cost=cost, lanes=devices)
     return 0
@@ -60,7 +63,7 @@ def add_jobs(book: RowBook, spec: RolloutSpec, *, cost: CostModel, lanes: int) -
     for decode in DECODES:
         graph = build_graph(spec, decode=True)
         graph = in_halves(graph) if decode == "split" else graph
-        placement = place(graph, lanes=lanes_for([""] * lanes), decode=decode, cost=seconds)
+        placement = place(graph, lanes=lanes_for([""] * lanes), decode=decode)
         spans = simulate(graph, placement=placement, seconds=seconds).spans
         decoding = [span for span in spans if span.task.startswith("decode/")]
         denoiser = max(span.end_s for span in spans if span not in decoding)

@@ -114,7 +114,7 @@ TABLES = (
         metric="makespan_error",
         title="Predicted and measured",
         about="How far the simulation was off: |measured − simulated| / measured, from the first forward's start to "
-        "the last one's end, placed as the run was. The table above has whole calls, placed by fitted costs.",
+        "the last one's end. The table above has whole calls.",
         columns=(*WHERE, *RUN),
         extra=("context", "measured_s", "predicted_s"),
         show="{:.1%}".format,

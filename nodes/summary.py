@@ -8,7 +8,7 @@ from flashforward_core.cli import cache_folder
 from flashforward_core.commands.bench_rows import machine
 from flashforward_core.commands.simulate import RESOLUTIONS
 from flashforward_core.engine.budget import Question, fit, sizes_of, total_bytes
-from flashforward_core.engine.cost import CostKey, CostModel, load_cost, rounds, slot_frames
+from flashforward_core.engine.cost import CostKey, CostModel, load_cost, slot_frames
 from flashforward_core.engine.events import Timeline
 from flashforward_core.engine.memory import GIB, BackboneSizes, DeviceMemory, backbone_sizes, size
 from flashforward_core.engine.pairing import Pairable, pairable
@@ -179,7 +179,7 @@ def _part(
 
     seconds = None if cost is None else cost.of(spec)
     named = lanes_for(lanes)
-    placement = place(graph, lanes=named, layout=layout, order=order, cost=seconds or rounds, pairable=alike)
+    placement = place(graph, lanes=named, layout=layout, order=order, pairable=alike)
     ratio = 1.0 if cost is None else cost.pair_ratio
     timeline = simulate(graph, placement=placement, seconds=seconds, slot_bytes=slot_bytes, pair_ratio=ratio)
     return Part(graph=graph, placement=placement, timeline=timeline)

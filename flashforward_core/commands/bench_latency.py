@@ -8,7 +8,7 @@ import argparse
 import logging
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -237,9 +237,13 @@ def _one_rollout(bench: Bench, spec: RolloutSpec, *, devices: str, layout: str) 
 
 def _write_traces(bench: Bench, spec: RolloutSpec, placement: Placement, **timelines: Timeline) -> None:
     if bench.args.traces is not None:
-        run = f"{spec.schedule}_{spec.shape.latent_frames}_{placement.layout}_{len(placement.lanes)}"
-        name = f"{bench.args.model}_{bench.resolution}_{bench.attention}_{run}"
-        write_traces(bench.args.traces, name, **timelines)
+        write_traces(bench.args.traces, trace_name(bench.book.common, spec, placement), **timelines)
+
+
+def trace_name(config: Mapping[str, Any], spec: RolloutSpec, placement: Placement) -> str:
+    """Name a rollout's timelines by what its rows' configs share and how it ran."""
+    run = f"{spec.schedule}_{spec.shape.latent_frames}_{placement.layout}_{len(placement.lanes)}"
+    return f"{config['model']}_{config['resolution']}_{config['attention']}_{run}"
 
 
 def _add_launches(bench: Bench, timed: Timed, **config: Any) -> None:
@@ -276,7 +280,7 @@ def add_prediction(
 ) -> tuple[Placement, Timeline]:
     """File how long a rollout would take on ``lanes`` devices by ``cost``; return what would run where and when."""
     graph, seconds = build_graph(spec, decode=False), cost.of(spec)
-    placement = place(graph, lanes=lanes_for([""] * lanes), layout=layout, cost=seconds)
+    placement = place(graph, lanes=lanes_for([""] * lanes), layout=layout)
     predicted = simulate(graph, placement=placement, seconds=seconds)
     keys = max(num_keys(task, spec) for task in graph.tasks if task.role is Role.RENDERER)
     config = {"latents": spec.shape.latent_frames, "schedule": spec.schedule, "layout": placement.layout}

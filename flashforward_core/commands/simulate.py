@@ -187,11 +187,10 @@ def predict(
         return slot_frames(slot, spec) * frame_bytes
 
     lanes, alike = lanes_for([""] * devices), pairable(spec) if batch_diagonal else None
+    placement = place(graph, lanes=lanes, layout=layout, order=order, pairable=alike)
     if cost is None:
-        placement = place(graph, lanes=lanes, layout=layout, order=order, pairable=alike)
         return graph, placement, simulate(graph, placement=placement, slot_bytes=slot_bytes)
     seconds = cost.of(spec)
-    placement = place(graph, lanes=lanes, layout=layout, order=order, cost=seconds, pairable=alike)
     timeline = simulate(graph, placement=placement, seconds=seconds, slot_bytes=slot_bytes, pair_ratio=cost.pair_ratio)
     return graph, placement, timeline
 

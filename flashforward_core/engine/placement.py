@@ -165,18 +165,18 @@ def place(
     layout: str = "auto",
     order: str = "latency",
     decode: str = "auto",
-    cost: TaskCost = rounds,
     pairable: Pairable | None = None,
 ) -> Placement:
     """Spread ``graph`` over ``lanes``.
 
-    ``auto`` takes the shortest of the layouts, as simulated with ``cost``. ``order`` is ``latency`` (a diagonal
-    wavefront; first frames early) or ``memory`` (a lane finishes a stage's chunks before its next stage, so one of
-    its banks lives at a time). ``decode`` is ``own`` (the last lane does nothing else), ``shared`` (the last stage's
-    lane decodes), ``any`` (whichever lane is idle; the decoder's state moves along), ``split`` (the last two lanes
-    do nothing else, each with half of the decoder's layers; for graphs of ``graph.halves``) or ``auto`` (a lane that
-    holds no stage, if there is one). With ``pairable`` a lane runs two forwards that are ready as one, where that says
-    they may. Raises ``ValueError`` for unknown names and for lanes that are too few.
+    ``auto`` takes the shortest of the layouts, counted in rounds, so that a call is placed alike on every machine,
+    and predictions are of what runs. ``order`` is ``latency`` (a diagonal wavefront; first frames early) or
+    ``memory`` (a lane finishes a stage's chunks before its next stage, so one of its banks lives at a time).
+    ``decode`` is ``own`` (the last lane does nothing else), ``shared`` (the last stage's lane decodes), ``any``
+    (whichever lane is idle; the decoder's state moves along), ``split`` (the last two lanes do nothing else, each
+    with half of the decoder's layers; for graphs of ``graph.halves``) or ``auto`` (a lane that holds no stage, if
+    there is one). With ``pairable`` a lane runs two forwards that are ready as one, where that says they may.
+    Raises ``ValueError`` for unknown names and for lanes that are too few.
     """
     if not lanes:
         raise ValueError("devices=0 is below 1; use devices=1 or more")
@@ -193,8 +193,7 @@ def place(
         raise ValueError(
             f"devices={len(lanes)} is below {apart + 1} for decode={decode!r}; use decode='shared' or more devices"
         )
-    if decode == "any" and cost is rounds:
-        cost = _rounds_with_decoding
+    cost = _rounds_with_decoding if decode == "any" else rounds
     names = [layout]
     if layout == "auto":
         names = ["single"] if len(lanes) - apart == 1 else ["interleaved", "prelude", "streaming"]

@@ -2,11 +2,14 @@
 
 import importlib.util
 import json
+import tarfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from flashforward_core.engine.events import LaneInfo, TaskSpan, Timeline
 
 pytestmark = pytest.mark.cpu
 
@@ -123,3 +126,51 @@ def test_the_page_begins_with_what_further_devices_save_and_how_sure_that_is(rep
         [*where, "4", "interleaved", "2.50", "3.60", "predicted"],
     ]
     assert "2 of 3 simulated makespans are within 5% of the measured ones; the worst is off by 6.0%" in page
+
+
+def test_schedules_stand_side_by_side_and_other_contexts_are_named(report: ModuleType) -> None:
+    def run(schedule: str, seconds: float, source: str = "measured", **found: Any) -> dict[str, Any]:
+        config = {"schedule": schedule, "latents": 81, "resolution": "480p", "precision": "bf16", "devices": 2}
+        return row("rollout_s", seconds, source=source, layout=f"{seconds}", **config, **found)
+
+    rows = [
+        run("flashforward", 5.5, context=21, denoise_ms=80.0),
+        run("flashforward", 5.0, context=21, denoise_ms=80.0),
+    ]
+    rows += [run("hiar", 9.0, context=21, denoise_ms=82.0), run("self_forcing", 10.0), run("hiar", 1.0, "predicted")]
+    rows += [run("flashforward", 0.5, "predicted")]
+    page = report.page(rows)
+    (measured,), forwards = (
+        table_rows(page, "Schedules side by side")[2:3],
+        table_rows(page, "Schedules side by side")[3:],
+    )
+    assert measured[-4:] == [
+        "5.00",
+        "9.00 (×1.80)",
+        "10.00 (×2.00, context 18)",
+        "–",
+    ]  # the fastest layout; no prediction
+    assert forwards[0][-5:] == ["FlashForward", "hiar", "self_forcing", "last_stage", "apart"]
+    assert forwards[2][-6:] == ["21", "80.0", "82.0", "–", "–", "2.5%"]  # at another context, and without its time
+
+
+def test_timelines_are_drawn_by_name_and_an_unknown_one_is_refused(report: ModuleType, tmp_path: Path) -> None:
+    source, page, archive = tmp_path / "rows.json", tmp_path / "page.md", tmp_path / "timelines.tar.xz"
+    source.write_text(json.dumps([row("forward_ms", 1.0, context=21)]))
+    spans = tuple(
+        TaskSpan(task=task, lane=lane, start_s=lane, end_s=lane + 1.0)
+        for lane, task in enumerate(("planner/denoise/b0/s0", "renderer/denoise/c0/s1", "renderer/commit/c0/l1/s2"))
+    )
+    lanes = tuple(LaneInfo(name=f"lane{n}", device="cpu") for n in range(3))
+    timeline = Timeline(source="measured", lanes=lanes, spans=spans)
+    (tmp_path / "a_run.json").write_text(json.dumps(timeline.to_json()))
+    with tarfile.open(archive, "w:xz") as files:
+        files.add(tmp_path / "a_run.json", arcname="./a_run.json")
+    words = [str(source), "--out", str(page), "--timelines", str(archive)]
+    assert report.main([*words, "a_run"]) == 0
+    assert "](performance_timelines.png)" in page.read_text()
+    assert (tmp_path / "performance_timelines.png").read_bytes().startswith(b"\x89PNG")
+    page.unlink()
+    with pytest.raises(SystemExit, match=r"timelines=.another. is not in .*; use one of: a_run"):
+        report.main([*words, "another"])
+    assert not page.exists()

@@ -192,7 +192,7 @@ def test_costs_follow_the_keys() -> None:
     seconds, tasks = cost.of(spec), graph.by_id()
     assert seconds(tasks["renderer/denoise/c0/s0"]) == pytest.approx(0.02 + 6 * 1560e-6)
     assert seconds(tasks["decode/c0"]) == pytest.approx(0.3)
-    placement = place(graph, lanes=lanes_for([""]), cost=seconds)
+    placement = place(graph, lanes=lanes_for([""]))
     timeline = simulate(graph, placement=placement, seconds=seconds)
     assert timeline.predicted_s == pytest.approx(sum(seconds(task) for task in graph.tasks))
     assert timeline.rounds == graph.counts()["total"]
@@ -205,7 +205,7 @@ def test_compactions_take_the_time_of_their_policy() -> None:
     policy = replace(spec, kv_policy=WindowOptions())
     for one, expected in ((spec, 0), (policy, 7 * 3 * 0.001)):
         graph, seconds = build_graph(one), cost.of(one)
-        placement = place(graph, lanes=lanes_for([""]), cost=seconds)
+        placement = place(graph, lanes=lanes_for([""]))
         predicted = simulate(graph, placement=placement, seconds=seconds).predicted_s
         assert predicted == pytest.approx(0.02 * graph.counts()["total"] + expected)
 
