@@ -1,9 +1,9 @@
 """Predicts rollouts of every schedule and length on devices that are not there, from costs that were fitted on one.
 
 python benchmarks/predict.py --costs benchmarks/results/2026-12-01-costs-h200.json --attention cudnn \\
-    --latents 21 81 141 261 --devices 4 5 --out benchmarks/results/2026-12-01-predicted.json
-Rows of rollouts are as ``bench latency --predict`` files them, for every bf16 fit in the file; where it has what
-decoding takes, FlashForward's jobs are predicted too, up to the last frame: encoding goes on beside them.
+    --latents 21 81 141 261 --jobs 81 --devices 4 5 --out benchmarks/results/2026-12-01-predicted.json
+Rows of rollouts are as ``bench latency --predict`` files them, for every bf16 fit in the file; FlashForward's jobs are
+predicted up to the last frame, since encoding goes on beside them, where the fit has what decoding takes.
 """
 
 import argparse
@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--latents", type=int, nargs="+", required=True, metavar="N", help="lengths in latent frames")
     parser.add_argument("--devices", type=int, nargs="+", required=True, metavar="N", help="numbers of devices")
     parser.add_argument("--out", type=Path, required=True, help="rows are added to this file")
+    parser.add_argument("--jobs", type=int, nargs="*", default=[], metavar="N", help="lengths to predict jobs for too")
     parser.add_argument("--traces", type=Path, metavar="FOLDER", help="write simulated timelines")
     args = parser.parse_args(argv)
     for key, cost in load_costs(args.costs).items():
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 placement, predicted = add_prediction(book, spec, cost=cost, lanes=devices, layout=layout)
                 if args.traces:
                     write_traces(args.traces, trace_name(common, spec, placement), predicted=predicted)
-            if schedule == SCHEDULES[0] and cost.decode_frame_s:
+            if schedule == SCHEDULES[0] and cost.decode_frame_s and latents in args.jobs:
                 add_jobs(book, spec, cost=cost, lanes=devices)
     return 0
 
