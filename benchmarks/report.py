@@ -123,7 +123,7 @@ TABLES = (
         metric="job_s",
         title="To a finished mp4",
         about="Seconds, with decoding and encoding (`encoder` none: up to the last frames); `decoding_s` is what all "
-        "decoding took, `ratio` is over the same run's denoiser. A decoder takes chunk after chunk, so with a small model "
+        "decoding took, `ratio` is over the same run's denoiser. A decoder goes chunk by chunk, so with a small model "
         "on several devices it bounds the job; there `any` is or comes near the fastest, if devices exchange its state "
         "quickly. What is predicted has not been measured.",
         columns=(*WHERE, "latents", "devices", "decode", "decoder", "encoder", "source"),
