@@ -375,7 +375,8 @@ def _one_job(bench: Bench, latents: int, *, devices: str, decode: str, video: Pa
     spans = timed.result.timeline.spans
     denoiser = max(span.end_s for span in spans if not span.task.startswith("decode/"))
     decoding = sum(span.end_s - span.start_s for span in spans if span.task.startswith("decode/"))
-    bench.decode_frame_s = bench.decode_frame_s or decoding / latents
+    if bench.args.decoder == "wan":
+        bench.decode_frame_s = bench.decode_frame_s or decoding / latents
     found = {"denoiser_s": denoiser, "decoding_s": decoding, "ratio": timed.seconds / denoiser}
     bench.book.add("job_s", timed.seconds, "s", **config, **found)
     assert timed.first_frames_s is not None
