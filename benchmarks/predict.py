@@ -41,9 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, nargs="*", default=[], metavar="N", help="lengths to predict jobs for too")
     parser.add_argument("--traces", type=Path, metavar="FOLDER", help="write simulated timelines")
     args = parser.parse_args(argv)
-    for key, cost in load_costs(args.costs).items():
-        if key.precision != "bf16":
-            continue
+    try:
+        return _predict(args)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _predict(args: argparse.Namespace) -> int:
+    fits = {key: cost for key, cost in load_costs(args.costs).items() if key.precision == "bf16"}
+    if not fits:
+        raise ValueError(f"costs={str(args.costs)!r} has no bf16 fit; measure with `bench latency --fit` first")
+    for key, cost in fits.items():
         common = {"model": key.model, "resolution": key.resolution, "precision": key.precision}
         common |= {"compile": "auto", "graphs": "auto", "attention": args.attention}
         book = RowBook(path=args.out, machine=key.device, common=common)

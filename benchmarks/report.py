@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from report_schedules import plot_schedules, plot_timelines, schedules
+from report_schedules import plot_schedules, plot_timelines, schedules, to_plot
 
 from flashforward_core.commands.bench_rows import Row, read_rows
 from flashforward_core.engine.events import Timeline
@@ -168,6 +168,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="an archive of bench latency --traces, and which to draw",
     )
     args = parser.parse_args(argv)
+    try:
+        return _write(args)
+    except (ValueError, OSError, tarfile.TarError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _write(args: argparse.Namespace) -> int:
     missing = [str(path) for path in args.rows if not path.is_file()]
     if missing:
         print(f"rows={missing[0]!r} is no file, so it has no rows; run bench latency --json first", file=sys.stderr)
@@ -176,15 +184,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not rows:
         print("no rows in these files; run bench latency --json first", file=sys.stderr)
         return 2
+    timelines = read_timelines(Path(args.timelines[0]), args.timelines[1:]) if args.timelines else {}
     text = page(rows)
     for machine, own in by_machine(rows).items():
         if pairs(own):
             plot(own, args.out.with_name(plot_name(machine)))
-        if schedules(own):
+        if to_plot(own):
             plot_schedules(own, args.out.with_name(plot_name(machine, "_schedules")))
-    if args.timelines:
-        archive, *names = args.timelines
-        plot_timelines(read_timelines(Path(archive), names), args.out.with_name(TIMELINES))
+    if timelines:
+        plot_timelines(timelines, args.out.with_name(TIMELINES))
         text += f"\n## Timelines\n\n{TIMELINES_ABOUT}\n\n![What runs on each lane, and when]({TIMELINES})\n"
     args.out.write_text(text, encoding="utf-8")
     return 0
@@ -198,13 +206,13 @@ TIMELINES_ABOUT = (
 
 
 def read_timelines(archive: Path, names: Sequence[str]) -> dict[str, Timeline]:
-    """Read timelines out of a tar file, by their titles."""
+    """Read timelines out of a tar file, by their titles. Raises ``ValueError`` for names that are not in it."""
     with tarfile.open(archive) as files:
         members = {Path(member.name).stem: member for member in files.getmembers() if member.isfile()}
         found = {}
         for name in names:
             if name not in members:
-                raise SystemExit(f"timelines={name!r} is not in {archive}; use one of: {', '.join(sorted(members))}")
+                raise ValueError(f"timelines={name!r} is not in {archive}; use one of: {', '.join(sorted(members))}")
             file = files.extractfile(members[name])
             assert file is not None
             found[name.replace("_", " ")] = Timeline.from_json(json.loads(file.read()))
@@ -231,8 +239,9 @@ def page(rows: Sequence[Row]) -> str:
         if pairs(own):
             parts.append(f"![How far simulated makespans were off]({plot_name(machine)})\n")
         parts += [text for text in (further_devices(own), prediction_verdict(own), memory_verdict(own)) if text]
-        if side := schedules(own):
-            parts.append(f"{side}\n![Seconds of each schedule by length]({plot_name(machine, '_schedules')})\n")
+        parts += [text for text in (schedules(own),) if text]
+        if to_plot(own):
+            parts.append(f"![Seconds of each schedule by length]({plot_name(machine, '_schedules')})\n")
         parts += [text for text in (short_clips(own), *(markdown(table, own) for table in TABLES)) if text]
     return "\n".join(parts)
 

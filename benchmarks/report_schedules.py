@@ -91,12 +91,16 @@ def _forwards(groups: Mapping[tuple[Any, ...], Fastest]) -> str:
     return table(names, body) if body else ""
 
 
-def plot_schedules(rows: Sequence[Row], path: Path) -> bool:
-    """Draw seconds over length, a panel per model and size; return whether there was anything to draw."""
+def to_plot(rows: Sequence[Row]) -> dict[tuple[Any, ...], Fastest]:
+    """Group the rollouts that ``plot_schedules`` draws: those of every schedule."""
     groups = side_by_side(rows, ("model", "resolution", "attention", "devices", "source", "latents"))
-    panels = sorted({where[:3] for where, group in groups.items() if len(group) == len(OTHERS) + 1})
-    if not panels:
-        return False
+    return {where: group for where, group in groups.items() if len(group) == len(OTHERS) + 1}
+
+
+def plot_schedules(rows: Sequence[Row], path: Path) -> None:
+    """Draw seconds over length, a panel per model and size."""
+    groups = to_plot(rows)
+    panels = sorted({where[:3] for where in groups})
     from matplotlib.ticker import LogLocator
 
     columns = min(len(panels), 2)
@@ -109,9 +113,7 @@ def plot_schedules(rows: Sequence[Row], path: Path) -> bool:
         for (devices, source), style in {(1, "measured"): "o-", (4, "measured"): "s-", (4, "predicted"): "s--"}.items():
             for colour, name in enumerate((OURS, *OTHERS)):
                 line = sorted(
-                    (where[2], group[name]["value"])
-                    for where, group in own.items()
-                    if where[:2] == (devices, source) and name in group and len(group) == len(OTHERS) + 1
+                    (where[2], group[name]["value"]) for where, group in own.items() if where[:2] == (devices, source)
                 )
                 label = f"{name}, {devices} device{'s' * (devices > 1)}, {source}"
                 if line:
@@ -129,7 +131,6 @@ def plot_schedules(rows: Sequence[Row], path: Path) -> bool:
     }
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, fontsize=7)
     figure.savefig(path, dpi=110)
-    return True
 
 
 STAGES = ("#cfe3f5", "#8fbde4", "#4a90cc", "#1c5d99")

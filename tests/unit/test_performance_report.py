@@ -154,7 +154,25 @@ def test_schedules_stand_side_by_side_and_other_contexts_are_named(report: Modul
     assert forwards[2][-6:] == ["21", "80.0", "82.0", "–", "–", "2.5%"]  # at another context, and without its time
 
 
-def test_timelines_are_drawn_by_name_and_an_unknown_one_is_refused(report: ModuleType, tmp_path: Path) -> None:
+def test_schedules_are_drawn_where_all_four_were_run(report: ModuleType, tmp_path: Path) -> None:
+    source, page, plot = (
+        tmp_path / "rows.json",
+        tmp_path / "page.md",
+        tmp_path / "performance_nvidia_h200_schedules.png",
+    )
+    rows = [
+        row("rollout_s", seconds, schedule=name, latents=81, devices=1, source="measured", resolution="480p")
+        for name, seconds in (("flashforward", 9.0), ("hiar", 16.0), ("self_forcing", 10.0), ("last_stage", 8.0))
+    ]
+    for count in (3, 4):
+        source.write_text(json.dumps(rows[:count]))
+        assert report.main([str(source), "--out", str(page)]) == 0
+        assert plot.is_file() == (plot.name in page.read_text()) == (count == 4)
+
+
+def test_timelines_are_drawn_by_name_and_an_unknown_one_is_refused(
+    report: ModuleType, tmp_path: Path, capsys: Any
+) -> None:
     source, page, archive = tmp_path / "rows.json", tmp_path / "page.md", tmp_path / "timelines.tar.xz"
     source.write_text(json.dumps([row("forward_ms", 1.0, context=21)]))
     spans = tuple(
@@ -171,6 +189,10 @@ def test_timelines_are_drawn_by_name_and_an_unknown_one_is_refused(report: Modul
     assert "](performance_timelines.png)" in page.read_text()
     assert (tmp_path / "performance_timelines.png").read_bytes().startswith(b"\x89PNG")
     page.unlink()
-    with pytest.raises(SystemExit, match=r"timelines=.another. is not in .*; use one of: a_run"):
-        report.main([*words, "another"])
+    for broken, said in (
+        ([*words, "another"], "use one of: a_run"),
+        ([*words[:-1], str(source)], "could not be opened"),
+    ):
+        assert report.main(broken) == 2
+        assert said in capsys.readouterr().err
     assert not page.exists()
