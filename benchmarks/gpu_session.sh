@@ -36,6 +36,7 @@ guarded() {
     timeout --signal=INT --kill-after=10 "$most" "$@"
     status=$?
     [ "$status" -eq 124 ] && echo "FAILED $name: not done after $most s"
+    [ "$status" -gt 1 ] && [ "$status" -lt 124 ] && echo "FAILED $name: status $status" # 1: it has said what failed
     [ "$status" -gt 124 ] && [ "$status" -ne 130 ] && echo "FAILED $name: ended by signal $((status - 128))"
     echo "== $name: status $status after $((SECONDS - began)) s"
 }

@@ -1,7 +1,7 @@
 """Predicts rollouts of every schedule and length on devices that are not there, from costs that were fitted on one.
 
 python benchmarks/predict.py --costs benchmarks/results/2026-12-01-costs-h200.json --attention cudnn \\
-    --latents 21 81 141 261 --jobs 81 --devices 4 5 --out benchmarks/results/2026-12-01-predicted.json
+    --latents 21 81 141 261 --jobs 81 --devices 4 5 --device-gib 139 --out benchmarks/results/2026-12-01-predicted.json
 Rows of rollouts are as ``bench latency --predict`` files them, for every bf16 fit in the file; FlashForward's jobs are
 predicted up to the last frame, since encoding goes on beside them, where the fit has what decoding takes.
 """
@@ -18,11 +18,13 @@ from flashforward_core.commands.bench_engine import bench_spec, write_traces
 from flashforward_core.commands.bench_latency import add_prediction, trace_name
 from flashforward_core.commands.bench_rows import RowBook
 from flashforward_core.engine.cost import CostModel, load_costs
-from flashforward_core.engine.placement import lanes_for, place
+from flashforward_core.engine.memory import GIB, backbone_sizes, predict_memory
+from flashforward_core.engine.placement import LANES_APART, lanes_for, place
 from flashforward_core.engine.simulate import simulate
 from flashforward_core.graph.halves import in_halves
 from flashforward_core.graph.schedules import build_graph
-from flashforward_core.specs import RolloutSpec
+from flashforward_core.model.config import MODELS
+from flashforward_core.specs import MAX_DEVICES, RolloutSpec
 
 SCHEDULES = ("flashforward", "hiar", "self_forcing", "last_stage")
 LAYOUTS = ("interleaved", "prelude", "streaming")
@@ -37,8 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attention", required=True, help="the kernel that the costs were measured with")
     parser.add_argument("--latents", type=int, nargs="+", required=True, metavar="N", help="lengths in latent frames")
     parser.add_argument("--devices", type=int, nargs="+", required=True, metavar="N", help="numbers of devices")
-    parser.add_argument("--out", type=Path, required=True, help="rows are added to this file")
+    parser.add_argument("--out", type=Path, required=True, help="a new file for the rows")
     parser.add_argument("--jobs", type=int, nargs="*", default=[], metavar="N", help="lengths to predict jobs for too")
+    parser.add_argument("--device-gib", type=float, required=True, metavar="N", help="memory of a device")
     parser.add_argument("--traces", type=Path, metavar="FOLDER", help="write simulated timelines")
     args = parser.parse_args(argv)
     try:
@@ -49,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _predict(args: argparse.Namespace) -> int:
+    least = max(LANES_APART.values()) + 1 if args.jobs else 2
+    if few := [count for count in args.devices if not least <= count <= MAX_DEVICES]:
+        raise ValueError(f"devices={few[0]} is outside {least} to {MAX_DEVICES}; use devices=4")
+    if args.out.exists():
+        raise ValueError(f"out={str(args.out)!r} is there already; delete it, or name another file")
     fits = {key: cost for key, cost in load_costs(args.costs).items() if key.precision == "bf16"}
     if not fits:
         raise ValueError(f"costs={str(args.costs)!r} has no bf16 fit; measure with `bench latency --fit` first")
@@ -59,12 +67,25 @@ def _predict(args: argparse.Namespace) -> int:
         for latents, schedule, devices in product(args.latents, SCHEDULES, args.devices):
             spec = bench_spec(schedule, latents=latents, resolution=key.resolution)
             for layout in LAYOUTS if schedule == SCHEDULES[0] else LAYOUTS[:1]:
+                needed = needed_gib(spec, model=key.model, lanes=devices, layout=layout)
+                if needed > args.device_gib:
+                    run = f"{latents} latents of {key.model} at {key.resolution}, {schedule} {layout} on {devices}"
+                    print(f"left out: {run} would need {needed:.0f} GiB on a device")
+                    continue
                 placement, predicted = add_prediction(book, spec, cost=cost, lanes=devices, layout=layout)
                 if args.traces:
                     write_traces(args.traces, trace_name(common, spec, placement), predicted=predicted)
             if schedule == SCHEDULES[0] and cost.decode_frame_s and latents in args.jobs:
                 add_jobs(book, spec, cost=cost, lanes=devices)
     return 0
+
+
+def needed_gib(spec: RolloutSpec, *, model: str, lanes: int, layout: str) -> float:
+    """Return the most memory that a rollout in bf16 needs on one of so many devices."""
+    graph = build_graph(spec, decode=False)
+    placement = place(graph, lanes=lanes_for(f"cuda:{n}" for n in range(lanes)), layout=layout)
+    sizes = backbone_sizes(MODELS[model], element_bytes=2)
+    return max(one.peak_bytes for one in predict_memory(graph, spec=spec, placement=placement, sizes=sizes)) / GIB
 
 
 def add_jobs(book: RowBook, spec: RolloutSpec, *, cost: CostModel, lanes: int) -> None:
@@ -79,7 +100,13 @@ def add_jobs(book: RowBook, spec: RolloutSpec, *, cost: CostModel, lanes: int) -
         denoiser = max(span.end_s for span in spans if span not in decoding)
         total = max(span.end_s for span in spans)
         config = {"latents": spec.shape.latent_frames, "devices": lanes, "schedule": spec.schedule, "decode": decode}
-        config |= {"encoder": "none", "decoder": "wan", "source": "predicted", "denoiser_s": denoiser}
+        config |= {
+            "encoder": "none",
+            "decoder": "wan",
+            "order": "latency",
+            "source": "predicted",
+            "denoiser_s": denoiser,
+        }
         config |= {"decoding_s": sum(span.end_s - span.start_s for span in decoding), "ratio": total / denoiser}
         book.add("job_s", total, "s", **config)
 

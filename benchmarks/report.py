@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from report_schedules import plot_schedules, plot_timelines, schedules, to_plot
+from report_schedules import context_of, plot_schedules, plot_timelines, schedules, to_plot
 
 from flashforward_core.commands.bench_rows import Row, read_rows
 from flashforward_core.engine.events import Timeline
@@ -56,7 +56,7 @@ class Table:
 
 
 WHERE = ("model", "resolution", "precision", "attention", "compile", "graphs")
-RUN = ("latents", "schedule", "layout", "devices")
+RUN = ("latents", "schedule", "layout", "devices", "order")
 TABLES = (
     Table(
         metric="forward_ms",
@@ -123,10 +123,10 @@ TABLES = (
         metric="job_s",
         title="To a finished mp4",
         about="Seconds, with decoding and encoding (`encoder` none: up to the last frames); `decoding_s` is what all "
-        "decoding took, `ratio` is over the same run's denoiser. A decoder goes chunk by chunk, so with a small model "
-        "on several devices it bounds the job; there `any` is or comes near the fastest, if devices exchange its state "
-        "quickly. What is predicted has not been measured.",
-        columns=(*WHERE, "latents", "devices", "decode", "decoder", "encoder", "source"),
+        "decoding took. `denoiser_s` is when the last forward ended, which on a device that does both is after most of "
+        "the decoding; `ratio` is over that. A decoder goes chunk by chunk, so on several devices it bounds a small "
+        "model's jobs; on up to four, `any` is or comes near the fastest, if they exchange its state quickly.",
+        columns=(*WHERE, "latents", "devices", "decode", "decoder", "encoder", "order", "source"),
         extra=("denoiser_s", "decoding_s", "ratio"),
         show="{:.2f}".format,
     ),
@@ -148,7 +148,7 @@ TABLES = (
         metric="peak_bytes",
         title="Memory",
         about="Most GiB allocated on each device, weights included, beside the prediction; `decode`: in jobs.",
-        columns=(*WHERE, *RUN, "order", "kv", "offload", "cap_gib", "decode", "device"),
+        columns=(*WHERE, *RUN, "kv", "offload", "cap_gib", "decode", "device"),
         extra=("predicted_gib", "off"),
         show=lambda value: f"{value / GIB:.2f}",
     ),
@@ -207,12 +207,16 @@ TIMELINES_ABOUT = (
 
 def read_timelines(archive: Path, names: Sequence[str]) -> dict[str, Timeline]:
     """Read timelines out of a tar file, by their titles. Raises ``ValueError`` for names that are not in it."""
+    if not names:
+        raise ValueError(f"timelines={str(archive)!r} is given without names; name what to draw after it")
     with tarfile.open(archive) as files:
         members = {Path(member.name).stem: member for member in files.getmembers() if member.isfile()}
         found = {}
         for name in names:
             if name not in members:
-                raise ValueError(f"timelines={name!r} is not in {archive}; use one of: {', '.join(sorted(members))}")
+                raise ValueError(
+                    f"timelines={name!r} is not in {archive}; it has, for one, {min(members, default='nothing')}"
+                )
             file = files.extractfile(members[name])
             assert file is not None
             found[name.replace("_", " ")] = Timeline.from_json(json.loads(file.read()))
@@ -233,8 +237,9 @@ def page(rows: Sequence[Row]) -> str:
     """Return the page."""
     parts = [INTRODUCTION]
     for machine, own in by_machine(rows).items():
-        commits = ", ".join(sorted({row["commit"] for row in own}))
-        days = sorted({row["date"][:10] for row in own})
+        seen = [row for row in own if row["config"].get("source") != "predicted"] or own
+        commits = ", ".join(sorted({row["commit"] for row in seen}))
+        days = sorted({row["date"][:10] for row in seen})
         parts.append(f"## {machine}\n\nMeasured {' to '.join(dict.fromkeys((days[0], days[-1])))} at {commits}.\n")
         if pairs(own):
             parts.append(f"![How far simulated makespans were off]({plot_name(machine)})\n")
@@ -315,6 +320,8 @@ def short_clips(rows: Sequence[Row]) -> str:
     for row in rows:
         config = row["config"]
         if row["metric"] == "rollout_s" and config.get("latents") == SHORT_LATENTS and config["source"] == "measured":
+            if context_of(row) != SHORT_LATENTS:
+                continue
             found = runs.setdefault(_values((*WHERE, "devices"), row), {})
             found[config["schedule"]] = min(row["value"], found.get(config["schedule"], row["value"]))
     lines = [line for where, seconds in runs.items() if (line := _verdict(where, seconds))]
@@ -340,18 +347,27 @@ def _verdict(where: tuple[Any, ...], seconds: dict[str, float]) -> str:
 
 
 def latest(rows: Sequence[Row]) -> list[Row]:
-    """Keep, of the rows that measure the same thing, all of the commit that was measured last."""
+    """Keep, of the rows that measure the same thing, all of the commit that was measured last, and no predictions."""
     tables = {table.metric: table for table in TABLES}
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["date"]):
         if row["metric"] in tables:
             own = found.setdefault((row["metric"], *_values(tables[row["metric"]].columns, row)), [])
             own[:] = [*(other for other in own if other["commit"] == row["commit"]), row]
-    return [row for own in found.values() for row in own]
+    kept = [row for own in found.values() for row in own]
+    measured = {_setting(row) for row in kept if row["config"].get("source") != "predicted"}
+    return [row for row in kept if row["config"].get("source") != "predicted" or _setting(row) not in measured]
+
+
+def _setting(row: Row) -> tuple[Any, ...]:
+    """Tell what was measured or predicted, but for where frames went."""
+    return row["metric"], *_values((*WHERE, *RUN, "decode", "decoder"), row)
 
 
 def _values(names: Sequence[str], row: Row) -> tuple[Any, ...]:
     config = row["config"]
+    if "schedule" in config or row["metric"] in ("job_s", "first_frames_s"):  # what older rows leave out
+        config = {"order": "latency", "source": "measured", **config}
     if "predicted_bytes" in config:
         config = {**config, "predicted_gib": config["predicted_bytes"] / GIB, "off": f"{config['error']:.1%}"}
     return tuple(config.get(name, "") for name in names)

@@ -15,7 +15,7 @@ OTHERS = ("hiar", "self_forcing", "last_stage")
 WHERE = ("model", "resolution", "precision", "attention")
 HEADING = "### Schedules side by side"
 ABOUT = (
-    "Seconds of whole rollouts, denoiser only, each schedule in its fastest layout; × is how many times FlashForward's "
+    "Seconds of whole rollouts, denoiser only, FlashForward in its fastest layout; × is how many times FlashForward's "
     "they are. Every forward attends to 21 latent frames at most, as the schedules' models publish; other contexts are "
     "named. What is predicted comes from costs fitted to one device's forwards, and has not been measured. With "
     "`last_stage` a chunk waits for the one before, as with `self_forcing`, but re-encodes nothing."
@@ -28,7 +28,7 @@ OLD_CONTEXT = {OURS: 21}
 """What rows without ``context`` had, which were measured before it was filed; the other schedules had 18."""
 
 Fastest = dict[str, Row]
-"""Schedule -> the row of its fastest layout."""
+"""Schedule -> the row of its fastest layout, with the longest context that it was run with."""
 
 
 def context_of(row: Row) -> int:
@@ -44,7 +44,7 @@ def side_by_side(rows: Sequence[Row], names: tuple[str, ...]) -> dict[tuple[Any,
         if row["metric"] == "rollout_s" and row["config"]["schedule"] in (OURS, *OTHERS):
             group = found.setdefault(tuple(row["config"].get(name, "") for name in names), {})
             schedule = row["config"]["schedule"]
-            group[schedule] = min(row, group.get(schedule, row), key=lambda row: row["value"])
+            group[schedule] = min(row, group.get(schedule, row), key=lambda row: (-context_of(row), row["value"]))
     return {where: group for where, group in found.items() if OURS in group and len(group) > 1}
 
 
@@ -93,14 +93,14 @@ def _forwards(groups: Mapping[tuple[Any, ...], Fastest]) -> str:
 
 def to_plot(rows: Sequence[Row]) -> dict[tuple[Any, ...], Fastest]:
     """Group the rollouts that ``plot_schedules`` draws: those of every schedule."""
-    groups = side_by_side(rows, ("model", "resolution", "attention", "devices", "source", "latents"))
+    groups = side_by_side(rows, (*WHERE, "devices", "source", "latents"))
     return {where: group for where, group in groups.items() if len(group) == len(OTHERS) + 1}
 
 
 def plot_schedules(rows: Sequence[Row], path: Path) -> None:
     """Draw seconds over length, a panel per model and size."""
     groups = to_plot(rows)
-    panels = sorted({where[:3] for where in groups})
+    panels = sorted({where[: len(WHERE)] for where in groups})
     from matplotlib.ticker import LogLocator
 
     columns = min(len(panels), 2)
@@ -109,7 +109,7 @@ def plot_schedules(rows: Sequence[Row], path: Path) -> None:
     for axes in every[len(panels) :]:
         axes.set_axis_off()
     for axes, panel in zip(every, panels, strict=False):
-        own = {where[3:]: group for where, group in groups.items() if where[:3] == panel}
+        own = {where[len(WHERE) :]: group for where, group in groups.items() if where[: len(WHERE)] == panel}
         for (devices, source), style in {(1, "measured"): "o-", (4, "measured"): "s-", (4, "predicted"): "s--"}.items():
             for colour, name in enumerate((OURS, *OTHERS)):
                 line = sorted(
@@ -134,8 +134,13 @@ def plot_schedules(rows: Sequence[Row], path: Path) -> None:
 
 
 STAGES = ("#cfe3f5", "#8fbde4", "#4a90cc", "#1c5d99")
-PLANNER, COMMIT = "#e08a1e", "#9a9a9a"
-LEGEND = {"planner": PLANNER, "cache update": COMMIT, **{f"stage {n}": tone for n, tone in enumerate(STAGES)}}
+PLANNER, COMMIT, DECODE = "#e08a1e", "#9a9a9a", "#5aa469"
+LEGEND = {
+    "planner": PLANNER,
+    "cache update": COMMIT,
+    "decoding": DECODE,
+    **{f"stage {n}": tone for n, tone in enumerate(STAGES)},
+}
 
 
 def plot_timelines(timelines: Mapping[str, Timeline], path: Path) -> None:
@@ -161,4 +166,6 @@ def plot_timelines(timelines: Mapping[str, Timeline], path: Path) -> None:
 def _tone(task: str) -> str:
     if task.startswith("planner/"):
         return PLANNER
-    return COMMIT if "/commit/" in task else STAGES[int(task.rpartition("/s")[2]) % len(STAGES)]
+    if task.startswith("decode/"):
+        return DECODE
+    return COMMIT if "/denoise/" not in task else STAGES[int(task.rpartition("/s")[2]) % len(STAGES)]

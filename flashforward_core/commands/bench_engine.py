@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..engine.cost import CostModel, num_keys
 from ..engine.events import Event, FramesReady, TaskSpan
 from ..engine.forward import CHOICES, FastOptions
 from ..engine.lanes import OTHER_DEVICES, DevicePlan
+from ..engine.memory import DoesNotFit
 from ..engine.placement import ORDERS, Placement
 from ..engine.rollout import RenderResult, render
 from ..graph.schedules import build_graph, spec_for
@@ -36,6 +38,8 @@ log = logging.getLogger(__name__)
 
 CONTEXT = 21
 """Latent frames that a forward attends to, its own included: what Self-Forcing, HiAR and FlashForward publish."""
+FITTED_LATENTS = 81
+"""Enough for costs: most forwards have the longest context, and every other occurs."""
 WARM_LATENTS = 21
 """Enough for one anchor block and every shape that a rollout of whole chunks compiles."""
 WARM_RECORDED_LATENTS = 51
@@ -133,7 +137,7 @@ class Bench:
     compact_frame_s: dict[str, float] = field(default_factory=dict)
     pair_ratio: float | None = None
     _warm: set[tuple[tuple[str, ...], str, bool, bool]] = field(default_factory=set)
-    _singles: dict[tuple[str, int], Timed] = field(default_factory=dict)
+    _singles: dict[tuple[str, int, str], Timed] = field(default_factory=dict)
 
     @classmethod
     def each(cls, args: argparse.Namespace) -> "list[Bench]":
@@ -232,11 +236,12 @@ class Bench:
             encoded=encoded,
         )
 
-    def single(self, schedule: str, latents: int) -> Timed:
-        """Return a rollout on one lane of the first device; measured once."""
-        key = (schedule, latents)
+    def single(self, schedule: str, latents: int, *, order: str | None = None) -> Timed:
+        """Return a rollout on one lane of the first device; measured once. ``order`` replaces what the options say."""
+        key = (schedule, latents, order or self.args.order)
         if key not in self._singles:
-            self._singles[key] = self.timed(self.spec(schedule, latents), self.plan(str(self.device), layout="single"))
+            plan = replace(self.plan(str(self.device), layout="single"), order=key[2])
+            self._singles[key] = self.timed(self.spec(schedule, latents), plan)
         return self._singles[key]
 
     @property
@@ -246,11 +251,24 @@ class Bench:
 
     @cached_property
     def cost(self) -> CostModel:
-        """Costs fitted to the forwards of one lane, by the number of keys."""
-        latents = max(self.args.latents)
-        spec = self.spec("flashforward", latents)
-        medians = forward_seconds(build_graph(spec, decode=False), spec, self.single("flashforward", latents).result)
-        return CostModel.fit({keys: seconds for (_, keys), seconds in medians.items()})
+        """Costs fitted to the forwards of one lane, by the number of keys.
+
+        Of the lengths asked for, one that has every context often and is no longer than that needs. Where one lane
+        cannot hold what several share, it holds one stage's bank at a time, or runs a shorter rollout.
+        """
+        lengths = sorted(set(self.args.latents), key=lambda n: (n < FITTED_LATENTS, abs(n - FITTED_LATENTS)))
+        refused: DoesNotFit | None = None
+        for latents, order in product(lengths, dict.fromkeys((self.args.order, "memory"))):
+            try:
+                result = self.single("flashforward", latents, order=order).result
+            except DoesNotFit as error:
+                refused = error
+                continue
+            spec = self.spec("flashforward", latents)
+            medians = forward_seconds(build_graph(spec, decode=False), spec, result)
+            return CostModel.fit({keys: seconds for (_, keys), seconds in medians.items()})
+        assert refused is not None, "there is a length to fit"
+        raise refused
 
 
 def _records(plan: DevicePlan) -> bool:

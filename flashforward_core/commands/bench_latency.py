@@ -18,7 +18,7 @@ from ..engine.budget import sizes_of
 from ..engine.cost import CostKey, CostModel, load_cost, num_keys, save_cost
 from ..engine.events import Timeline
 from ..engine.forward import CHOICES
-from ..engine.memory import predict_memory
+from ..engine.memory import DoesNotFit, predict_memory
 from ..engine.placement import DECODES, LANES_APART, LAYOUTS, ORDERS, Placement, lanes_for, place
 from ..engine.simulate import simulate
 from ..graph.halves import in_halves
@@ -191,9 +191,12 @@ def _rollout_s(bench: Bench) -> None:
             spec = bench.spec(schedule, latents)
             layouts = args.layouts if schedule == args.schedules[0] else args.layouts[:1]
             for devices, layout in product(args.devices, layouts):
-                _one_rollout(bench, spec, devices=devices, layout=layout)
+                try:
+                    _one_rollout(bench, spec, devices=devices, layout=layout)
+                except DoesNotFit as error:
+                    print(f"skipped rollout_s of {latents} latents with {schedule} on {devices}: {error}", flush=True)
             for count in args.predict:
-                for layout in layouts if count > 1 else layouts[:1]:
+                for layout in layouts if count > 1 else ["single"]:
                     _one_prediction(bench, spec, lanes=count, layout=layout)
 
 
@@ -209,7 +212,6 @@ def _one_rollout(bench: Bench, spec: RolloutSpec, *, devices: str, layout: str) 
     graph = build_graph(spec, decode=False)
     chosen = "single" if alone else layout
     placement = place(graph, lanes=lanes_for(names), layout=chosen, order=plan.order)
-    predicted = simulate(graph, placement=placement, seconds=bench.cost.of(spec))
     spans = timed.result.timeline.spans
     measured_s = max(span.end_s for span in spans) - min(span.start_s for span in spans)
     config = {
@@ -218,6 +220,7 @@ def _one_rollout(bench: Bench, spec: RolloutSpec, *, devices: str, layout: str) 
         "layout": placement.layout,
         "devices": len(names),
         "device_list": devices,
+        "order": plan.order,
         "source": "measured",
         "sha256": timed.result.sha256[:16],
     }
@@ -227,6 +230,7 @@ def _one_rollout(bench: Bench, spec: RolloutSpec, *, devices: str, layout: str) 
     found = {"forwards": graph.counts()["total"], "repeats": bench.args.repeats}
     found["denoise_ms"] = medians[Role.RENDERER, longest] * 1000
     bench.book.add("rollout_s", timed.seconds, "s", **config, **found)
+    predicted = simulate(graph, placement=placement, seconds=bench.cost.of(spec))
     assert predicted.predicted_s is not None
     error = abs(measured_s - predicted.predicted_s) / measured_s
     bench.book.add("makespan_error", error, "ratio", **config, measured_s=measured_s, predicted_s=predicted.predicted_s)
@@ -271,20 +275,21 @@ def _add_peaks(
 
 
 def _one_prediction(bench: Bench, spec: RolloutSpec, *, lanes: int, layout: str) -> None:
-    placement, predicted = add_prediction(bench.book, spec, cost=bench.cost, lanes=lanes, layout=layout)
+    order = bench.args.order
+    placement, predicted = add_prediction(bench.book, spec, cost=bench.cost, lanes=lanes, layout=layout, order=order)
     _write_traces(bench, spec, placement, predicted=predicted)
 
 
 def add_prediction(
-    book: RowBook, spec: RolloutSpec, *, cost: CostModel, lanes: int, layout: str
+    book: RowBook, spec: RolloutSpec, *, cost: CostModel, lanes: int, layout: str, order: str = "latency"
 ) -> tuple[Placement, Timeline]:
     """File how long a rollout would take on ``lanes`` devices by ``cost``; return what would run where and when."""
     graph, seconds = build_graph(spec, decode=False), cost.of(spec)
-    placement = place(graph, lanes=lanes_for([""] * lanes), layout=layout)
+    placement = place(graph, lanes=lanes_for([""] * lanes), layout=layout, order=order)
     predicted = simulate(graph, placement=placement, seconds=seconds)
     keys = max(num_keys(task, spec) for task in graph.tasks if task.role is Role.RENDERER)
     config = {"latents": spec.shape.latent_frames, "schedule": spec.schedule, "layout": placement.layout}
-    config |= {"devices": lanes, "source": "predicted", "context": keys // spec.shape.tokens_per_frame}
+    config |= {"devices": lanes, "order": order, "source": "predicted", "context": keys // spec.shape.tokens_per_frame}
     book.add("rollout_s", predicted.predicted_s or 0.0, "s", **config, rounds=predicted.rounds)
     return placement, predicted
 
@@ -371,7 +376,7 @@ def _one_job(bench: Bench, latents: int, *, devices: str, decode: str, video: Pa
     timed = bench.timed(spec, plan, video=video)
     config = {"latents": latents, "devices": len(names), "device_list": devices}
     config |= {"schedule": spec.schedule, "decode": decode, "encoder": "h264" if timed.encoded else "none"}
-    config |= {"decoder": bench.args.decoder, "source": "measured"}
+    config |= {"decoder": bench.args.decoder, "order": plan.order, "source": "measured"}
     spans = timed.result.timeline.spans
     denoiser = max(span.end_s for span in spans if not span.task.startswith("decode/"))
     decoding = sum(span.end_s - span.start_s for span in spans if span.task.startswith("decode/"))

@@ -20,7 +20,8 @@ from flashforward_core.engine.budget import sizes_of
 from flashforward_core.engine.cost import CostKey, CostModel, load_cost, num_keys, save_cost
 from flashforward_core.engine.events import LaneInfo, TaskSpan, Timeline
 from flashforward_core.engine.forward import FastOptions
-from flashforward_core.engine.memory import predict_memory
+from flashforward_core.engine.lanes import DevicePlan, MemoryOptions
+from flashforward_core.engine.memory import GIB, DoesNotFit, predict_memory
 from flashforward_core.engine.placement import lanes_for, place
 from flashforward_core.engine.rollout import RenderResult
 from flashforward_core.graph.schedules import SCHEDULES, build_graph
@@ -284,6 +285,32 @@ def test_predictions_are_made_for_the_first_schedules_layouts_and_their_timeline
     (kept,) = tmp_path.glob("*_flashforward_14_streaming_5_predicted.json")
     timeline = Timeline.from_json(json.loads(kept.read_text()))
     assert len(timeline.lanes) == 5 and timeline.source == "simulated"
+
+
+class TightBench(Bench):
+    """Measures within a budget that one stage's bank of a lane fits into, and not those of all stages."""
+
+    budget_gib = 0.0
+
+    def plan(self, devices: str, **options: Any) -> DevicePlan:
+        return replace(super().plan(devices, **options), memory=MemoryOptions(budget_gib=self.budget_gib))
+
+
+def test_costs_are_fitted_stage_by_stage_where_one_lane_cannot_hold_all_banks(rig: Any) -> None:
+    (bench,) = TightBench.each(arguments(latents=[14, 4], attention=["auto"]))
+    bench.models.backbone, bench.models.texts = rig.backbone(), rig.texts()
+    graph, sizes = build_graph(bench.spec("flashforward", 14), decode=False), sizes_of(rig.backbone())
+
+    def peak(order: str) -> int:
+        placement = place(graph, lanes=lanes_for(["cpu"]), layout="single", order=order)
+        (found,) = predict_memory(graph, spec=bench.spec("flashforward", 14), placement=placement, sizes=sizes)
+        return found.peak_bytes
+
+    TightBench.budget_gib = (peak("latency") + peak("memory")) / 2 / GIB
+    with pytest.raises(DoesNotFit):
+        bench.single("flashforward", 14)
+    assert bench.cost.forward_s > 0
+    assert [key[1:] for key in bench._singles] == [(14, "memory")]
 
 
 def test_a_fit_of_decoding_keeps_the_forwards_of_an_earlier_one(

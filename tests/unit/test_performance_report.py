@@ -77,7 +77,7 @@ def test_a_page_and_its_plot_are_written(report: ModuleType, tmp_path: Path) -> 
 
 def test_the_page_says_plainly_where_flashforward_does_not_win(report: ModuleType) -> None:
     def run(schedule: str, seconds: float, devices: int, latents: int = 21) -> dict[str, Any]:
-        config = {"schedule": schedule, "devices": devices, "latents": latents, "source": "measured"}
+        config = {"schedule": schedule, "devices": devices, "latents": latents, "source": "measured", "context": 21}
         return row("rollout_s", seconds, **config)
 
     rows = [run("flashforward", 3.0, 1), run("self_forcing", 2.4, 1), run("hiar", 4.0, 1)]
@@ -154,6 +154,20 @@ def test_schedules_stand_side_by_side_and_other_contexts_are_named(report: Modul
     assert forwards[2][-6:] == ["21", "80.0", "82.0", "–", "–", "2.5%"]  # at another context, and without its time
 
 
+def test_a_prediction_gives_way_to_what_was_measured(report: ModuleType) -> None:
+    def run(value: float, **config: Any) -> dict[str, Any]:
+        return row("rollout_s", value, schedule="hiar", latents=81, devices=4, layout="interleaved", **config)
+
+    rows = [run(2.0, source="predicted"), run(4.0, source="predicted", order="memory")]
+    assert [cells[-1] for cells in table_rows(report.page(rows), "Whole rollouts, denoiser only")[2:]] == [
+        "2.00",
+        "4.00",
+    ]
+    page = report.page([*rows, {**run(2.5, source="measured"), "commit": "seen"}])
+    assert [cells[-1] for cells in table_rows(page, "Whole rollouts, denoiser only")[2:]] == ["2.50", "4.00"]
+    assert "at seen.\n" in page  # and not where the prediction was made
+
+
 def test_schedules_are_drawn_where_all_four_were_run(report: ModuleType, tmp_path: Path) -> None:
     source, page, plot = (
         tmp_path / "rows.json",
@@ -190,7 +204,7 @@ def test_timelines_are_drawn_by_name_and_an_unknown_one_is_refused(
     assert (tmp_path / "performance_timelines.png").read_bytes().startswith(b"\x89PNG")
     page.unlink()
     for broken, said in (
-        ([*words, "another"], "use one of: a_run"),
+        ([*words, "another"], "it has, for one, a_run"),
         ([*words[:-1], str(source)], "could not be opened"),
     ):
         assert report.main(broken) == 2
