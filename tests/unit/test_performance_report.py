@@ -159,12 +159,9 @@ def test_a_prediction_gives_way_to_what_was_measured(report: ModuleType) -> None
         return row("rollout_s", value, schedule="hiar", latents=81, devices=4, layout="interleaved", **config)
 
     rows = [run(2.0, source="predicted"), run(4.0, source="predicted", order="memory")]
-    assert [cells[-1] for cells in table_rows(report.page(rows), "Whole rollouts, denoiser only")[2:]] == [
-        "2.00",
-        "4.00",
-    ]
-    page = report.page([*rows, {**run(2.5, source="measured"), "commit": "seen"}])
-    assert [cells[-1] for cells in table_rows(page, "Whole rollouts, denoiser only")[2:]] == ["2.50", "4.00"]
+    before, page = report.page(rows), report.page([*rows, {**run(2.5, source="measured"), "commit": "seen"}])
+    for text, seconds in ((before, ["2.00", "4.00"]), (page, ["2.50", "4.00"])):
+        assert [cells[-1] for cells in table_rows(text, "Whole rollouts, denoiser only")[2:]] == seconds
     assert "at seen.\n" in page  # and not where the prediction was made
 
 
@@ -205,7 +202,8 @@ def test_timelines_are_drawn_by_name_and_an_unknown_one_is_refused(
     page.unlink()
     for broken, said in (
         ([*words, "another"], "it has, for one, a_run"),
-        ([*words[:-1], str(source)], "could not be opened"),
+        (words, "is given without names"),
+        ([*words[:-1], str(source), "a_run"], "could not be opened"),
     ):
         assert report.main(broken) == 2
         assert said in capsys.readouterr().err
