@@ -12,7 +12,7 @@ import { speaker, speakerFor } from "./words.js";
 
 const PLAN = "FlashForwardPlan";
 const WIDGET = "flashforward_timeline";
-const DECODE = "FlashForwardDecodeVideo";
+const SHOW_VIDEO = ["FlashForwardDecodeVideo", "FlashForwardRenderVideo"];
 const DEBOUNCE_MS = 120;
 const WIDTH = 340; // of a new Plan: the timeline's lines fit; a saved one has its own
 const VIDEO_LOADS_MS = [300, 1000, 3000]; // when a finished video may have been put on its node
@@ -219,7 +219,7 @@ app.registerExtension({
     foldAdvanced(node, say);
     chain(node, "onDrawForeground", () => fitShownText(node));
     if (typeOf(node) === PLAN) attach(node);
-    if (typeOf(node) === DECODE) redrawWithVideo(node);
+    if (SHOW_VIDEO.includes(typeOf(node))) redrawWithVideo(node);
   },
 
   getNodeMenuItems(node) {
