@@ -17,12 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from flashforward_core.commands.bench_engine import bench_spec, write_traces
 from flashforward_core.commands.bench_latency import add_prediction, trace_name
 from flashforward_core.commands.bench_rows import RowBook
-from flashforward_core.engine.cost import CostModel, load_costs
+from flashforward_core.engine.cost import CostKey, CostModel, load_costs
 from flashforward_core.engine.memory import GIB, backbone_sizes, predict_memory
 from flashforward_core.engine.placement import LANES_APART, lanes_for, place
 from flashforward_core.engine.simulate import simulate
 from flashforward_core.graph.halves import in_halves
 from flashforward_core.graph.schedules import build_graph
+from flashforward_core.graph.task import TaskGraph
 from flashforward_core.model.config import MODELS
 from flashforward_core.specs import MAX_DEVICES, RolloutSpec
 
@@ -67,48 +68,45 @@ def _predict(args: argparse.Namespace) -> int:
         for latents, schedule, devices in product(args.latents, SCHEDULES, args.devices):
             spec = bench_spec(schedule, latents=latents, resolution=key.resolution)
             for layout in LAYOUTS if schedule == SCHEDULES[0] else LAYOUTS[:1]:
-                needed = needed_gib(spec, model=key.model, lanes=devices, layout=layout)
-                if needed > args.device_gib:
-                    run = f"{latents} latents of {key.model} at {key.resolution}, {schedule} {layout} on {devices}"
-                    print(f"left out: {run} would need {needed:.0f} GiB on a device")
+                if not fits_into(args, build_graph(spec, decode=False), spec, key=key, lanes=devices, layout=layout):
                     continue
                 placement, predicted = add_prediction(book, spec, cost=cost, lanes=devices, layout=layout)
                 if args.traces:
                     write_traces(args.traces, trace_name(common, spec, placement), predicted=predicted)
             if schedule == SCHEDULES[0] and cost.decode_frame_s and latents in args.jobs:
-                add_jobs(book, spec, cost=cost, lanes=devices)
+                for decode in DECODES:
+                    graph = build_graph(spec, decode=True)
+                    graph = in_halves(graph) if decode == "split" else graph
+                    if fits_into(args, graph, spec, key=key, lanes=devices, decode=decode):
+                        add_job(book, graph, spec, cost=cost, lanes=devices, decode=decode)
     return 0
 
 
-def needed_gib(spec: RolloutSpec, *, model: str, lanes: int, layout: str) -> float:
-    """Return the most memory that a rollout in bf16 needs on one of so many devices."""
-    graph = build_graph(spec, decode=False)
-    placement = place(graph, lanes=lanes_for(f"cuda:{n}" for n in range(lanes)), layout=layout)
-    sizes = backbone_sizes(MODELS[model], element_bytes=2)
-    return max(one.peak_bytes for one in predict_memory(graph, spec=spec, placement=placement, sizes=sizes)) / GIB
+def fits_into(
+    args: argparse.Namespace, graph: TaskGraph, spec: RolloutSpec, *, key: CostKey, lanes: int, **options: str
+) -> bool:
+    """Return whether every device can hold what it has to in bf16; say so if one cannot."""
+    placement = place(graph, lanes=lanes_for(f"cuda:{n}" for n in range(lanes)), **options)
+    sizes = backbone_sizes(MODELS[key.model], element_bytes=2)
+    found = predict_memory(graph, spec=spec, placement=placement, sizes=sizes)
+    needed = max(one.peak_bytes for one in found) / GIB
+    if needed > args.device_gib:
+        how = " ".join(f"{name}={value}" for name, value in options.items())
+        run = f"{spec.shape.latent_frames} latents of {key.model} at {key.resolution}, {spec.schedule} {how} on {lanes}"
+        print(f"left out: {run} would need {needed:.0f} GiB on a device")
+    return needed <= args.device_gib
 
 
-def add_jobs(book: RowBook, spec: RolloutSpec, *, cost: CostModel, lanes: int) -> None:
-    """File how long a job would take on so many devices, for each place to decode."""
-    seconds = cost.of(spec)
-    for decode in DECODES:
-        graph = build_graph(spec, decode=True)
-        graph = in_halves(graph) if decode == "split" else graph
-        placement = place(graph, lanes=lanes_for([""] * lanes), decode=decode)
-        spans = simulate(graph, placement=placement, seconds=seconds).spans
-        decoding = [span for span in spans if span.task.startswith("decode/")]
-        denoiser = max(span.end_s for span in spans if span not in decoding)
-        total = max(span.end_s for span in spans)
-        config = {"latents": spec.shape.latent_frames, "devices": lanes, "schedule": spec.schedule, "decode": decode}
-        config |= {
-            "encoder": "none",
-            "decoder": "wan",
-            "order": "latency",
-            "source": "predicted",
-            "denoiser_s": denoiser,
-        }
-        config |= {"decoding_s": sum(span.end_s - span.start_s for span in decoding), "ratio": total / denoiser}
-        book.add("job_s", total, "s", **config)
+def add_job(book: RowBook, graph: TaskGraph, spec: RolloutSpec, *, cost: CostModel, lanes: int, decode: str) -> None:
+    """File how long a job would take on so many devices."""
+    placement = place(graph, lanes=lanes_for([""] * lanes), decode=decode)
+    spans = simulate(graph, placement=placement, seconds=cost.of(spec)).spans
+    decoding = [span for span in spans if span.task.startswith("decode/")]
+    denoiser, total = max(span.end_s for span in spans if span not in decoding), max(span.end_s for span in spans)
+    config = {"latents": spec.shape.latent_frames, "devices": lanes, "schedule": spec.schedule, "decode": decode}
+    config |= {"encoder": "none", "decoder": "wan", "order": "latency", "source": "predicted"}
+    found = {"denoiser_s": denoiser, "decoding_s": sum(span.end_s - span.start_s for span in decoding)}
+    book.add("job_s", total, "s", **config, **found, ratio=total / denoiser)
 
 
 if __name__ == "__main__":
