@@ -14,9 +14,10 @@ from ..engine.cost import CostKey, CostModel, fitted_devices, load_cost, slot_fr
 from ..engine.events import Timeline
 from ..engine.memory import backbone_sizes, predict_memory
 from ..engine.pairing import pairable
-from ..engine.placement import LAYOUTS, ORDERS, Placement, lanes_for, place
+from ..engine.placement import DECODES, LAYOUTS, ORDERS, Placement, lanes_for, place
 from ..engine.simulate import simulate
 from ..graph.anchors import RULES
+from ..graph.halves import in_halves
 from ..graph.schedules import SCHEDULES, build_graph, spec_for
 from ..graph.task import Slot, TaskGraph
 from ..model.config import EMBEDDED, MODELS, WanConfig
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", default="flashforward", help=f"one of: {', '.join(SCHEDULES)} (flashforward)")
     parser.add_argument("--layout", default="interleaved", help=f"one of: auto, {', '.join(LAYOUTS)} (interleaved)")
     parser.add_argument("--order", default="latency", help=f"one of: {', '.join(ORDERS)} (latency)")
+    parser.add_argument("--decode", default="auto", help=f"as render's, one of: {', '.join(DECODES)} (auto)")
     parser.add_argument(
         "--batch-diagonal", action="store_true", help="as render's: forwards that are ready on one device, two by two"
     )
@@ -177,17 +179,18 @@ def predict(
     layout: str,
     order: str,
     cost: CostModel | None,
+    decode: str = "auto",
     batch_diagonal: bool = False,
 ) -> tuple[TaskGraph, Placement, Timeline]:
     """Build, place and simulate one rollout; KV is counted in bf16."""
-    graph = build_graph(spec)
+    graph = in_halves(build_graph(spec)) if decode == "split" else build_graph(spec)
     frame_bytes = config.kv_bytes_per_frame(spec.shape.tokens_per_frame)
 
     def slot_bytes(slot: Slot) -> int:
         return slot_frames(slot, spec) * frame_bytes
 
     lanes, alike = lanes_for([""] * devices), pairable(spec) if batch_diagonal else None
-    placement = place(graph, lanes=lanes, layout=layout, order=order, pairable=alike)
+    placement = place(graph, lanes=lanes, layout=layout, order=order, decode=decode, pairable=alike)
     if cost is None:
         return graph, placement, simulate(graph, placement=placement, slot_bytes=slot_bytes)
     seconds = cost.of(spec)
@@ -223,6 +226,7 @@ def run(args: argparse.Namespace) -> int:
         layout=args.layout,
         order=args.order,
         cost=cost,
+        decode=args.decode,
         batch_diagonal=args.batch_diagonal,
     )
     assert timeline.rounds is not None

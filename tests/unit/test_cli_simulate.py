@@ -114,6 +114,24 @@ def test_a_fit_gives_seconds(tmp_path: Path) -> None:
     assert (refused.returncode, "these have: H200, B200" in refused.stderr) == (2, True)
 
 
+def test_decoding_is_predicted_where_it_would_run(tmp_path: Path) -> None:
+    """5 forwards of the planner, then 4 of each of two chunks; decoding a chunk takes 3 s, its front half 1.8.
+
+    Beside other lanes a wavefront ends the first chunk after 11 s and the second after 13.
+    """
+    costs = tmp_path / "costs.json"
+    key = CostKey(device="H200", model="1.3B", resolution="480p", precision="bf16")
+    save_cost(costs, key=key, cost=CostModel(forward_s=1, decode_frame_s=1))
+    asked = ("--costs", str(costs), "--latent-frames", "6")
+    assert report(*asked)["predicted_s"] == 13 + 2 * 3
+    assert report(*asked, "--devices", "2", "--decode", "own")["predicted_s"] == 11 + 2 * 3
+    assert report(*asked, "--devices", "3", "--decode", "split")["predicted_s"] == pytest.approx(
+        13 + 3
+    )  # 11 + 3 and 13 + 3
+    refused = command("simulate", "--devices", "2", "--decode", "split")
+    assert (refused.returncode, "devices=2 is below 3 for decode='split'" in refused.stderr) == (2, True)
+
+
 def test_costs_of_other_work_are_pointed_to(tmp_path: Path) -> None:
     costs = tmp_path / "costs.json"
     asked = ["simulate", "--latent-frames", "9", "--costs", str(costs)]
