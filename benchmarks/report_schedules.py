@@ -1,4 +1,4 @@
-"""Schedules side by side, for the performance page: a table, the forwards behind it, and plots."""
+"""Schedules side by side, for the performance page: a table, the forwards behind it, and a plot."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,7 +7,6 @@ from typing import Any
 from report_tables import table
 
 from flashforward_core.commands.bench_rows import Row
-from flashforward_core.engine.events import Timeline
 from flashforward_core.metrics.plot import require_matplotlib
 
 OURS = "flashforward"
@@ -99,10 +98,10 @@ def to_plot(rows: Sequence[Row]) -> dict[tuple[Any, ...], Fastest]:
 
 def plot_schedules(rows: Sequence[Row], path: Path) -> None:
     """Draw seconds over length, a panel per model and size."""
-    groups = to_plot(rows)
-    panels = sorted({where[: len(WHERE)] for where in groups})
     from matplotlib.ticker import LogLocator
 
+    groups = to_plot(rows)
+    panels = sorted({where[: len(WHERE)] for where in groups})
     columns = min(len(panels), 2)
     figure = require_matplotlib()(figsize=(5.5 * columns, 0.8 + 3.6 * -(-len(panels) // columns)), layout="constrained")
     every = figure.subplots(-(-len(panels) // columns), columns, squeeze=False).flatten()
@@ -131,41 +130,3 @@ def plot_schedules(rows: Sequence[Row], path: Path) -> None:
     }
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=4, fontsize=7)
     figure.savefig(path, dpi=110)
-
-
-STAGES = ("#cfe3f5", "#8fbde4", "#4a90cc", "#1c5d99")
-PLANNER, COMMIT, DECODE = "#e08a1e", "#9a9a9a", "#5aa469"
-LEGEND = {
-    "planner": PLANNER,
-    "cache update": COMMIT,
-    "decoding": DECODE,
-    **{f"stage {n}": tone for n, tone in enumerate(STAGES)},
-}
-
-
-def plot_timelines(timelines: Mapping[str, Timeline], path: Path) -> None:
-    """Draw what ran on each lane and when, a panel per timeline, all on one scale of seconds."""
-    heights = [0.8 + 0.28 * len(timeline.lanes) for timeline in timelines.values()]
-    figure = require_matplotlib()(figsize=(11, sum(heights) + 1), layout="constrained")
-    panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (title, timeline) in zip(panels, timelines.items(), strict=True):
-        for span in timeline.spans:
-            length = span.end_s - span.start_s
-            axes.barh(
-                span.lane, length, left=span.start_s, height=0.85, color=_tone(span.task), edgecolor="white", lw=0.3
-            )
-        axes.set_yticks(range(len(timeline.lanes)), [lane.name for lane in timeline.lanes], fontsize=7)
-        axes.invert_yaxis()
-        axes.set_title(f"{title}: {timeline.length:.2f} s", fontsize=9, loc="left")
-    panels[-1].set_xlabel("seconds")
-    marks = [panels[0].barh(0, 0, color=tone, label=name) for name, tone in LEGEND.items()]
-    figure.legend(marks, LEGEND, loc="outside lower center", ncols=len(LEGEND), fontsize=8)
-    figure.savefig(path, dpi=110)
-
-
-def _tone(task: str) -> str:
-    if task.startswith("planner/"):
-        return PLANNER
-    if task.startswith("decode/"):
-        return DECODE
-    return COMMIT if "/denoise/" not in task else STAGES[int(task.rpartition("/s")[2]) % len(STAGES)]

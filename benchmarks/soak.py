@@ -24,14 +24,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT))
 
-from comfy_client import Client, Result, RunError  # noqa: E402
-from comfy_host import Server, provisioned  # noqa: E402
-from comfy_workflow import to_api  # noqa: E402
+from comfy_client import Client, Result, RunError
+from comfy_host import Server, provisioned
+from comfy_workflow import to_api
 
-from flashforward_core.commands.bench_rows import commit, machine  # noqa: E402
-from flashforward_core.media import read_frames  # noqa: E402
+from flashforward_core.commands.bench_rows import commit, machine
+from flashforward_core.media import read_frames
 
 Json = dict[str, Any]
 NINE_LATENTS_S = 33 / 16
