@@ -23,9 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from comfy_client import Client, Result, RunError
 from comfy_host import Server, provisioned
@@ -34,6 +33,7 @@ from comfy_workflow import to_api
 from flashforward_core.commands.bench_rows import commit, machine
 from flashforward_core.media import read_frames
 
+ROOT = Path(__file__).resolve().parents[1]
 Json = dict[str, Any]
 NINE_LATENTS_S = 33 / 16
 FRAMES = 33
